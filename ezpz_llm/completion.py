@@ -86,7 +86,7 @@ def collect() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def _help(run: Callable[[Sequence[str]], object], *words: str) -> str:
-    """Return the help page, and that of `--help-all` if --help mentions it."""
+    """Return the pages of `--help` and, if it is mentioned there, of `--help-all`."""
     text = io.StringIO()
     for option in ("--help", "--help-all"):
         if option == "--help" or option in text.getvalue():

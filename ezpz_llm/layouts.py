@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base import UserError, count_noun, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.layout.listing import (
@@ -62,8 +62,9 @@ def _recommend(options: argparse.Namespace, model: ModelConfig) -> int:
                         where="--memory, --micro-batch-size", instead="--memory 80 --micro-batch-size 4")
     memory = options.memory * 1e9
     layouts = choices(model, options.world, options.micro_batch_size, options.ranks_per_node, memory)
-    print(choices_text(layouts, memory, f"{options.model} on {options.world} ranks, GB per device with micro "
-                       f"batches of {options.micro_batch_size} sequences", rich=sys.stdout.isatty()))
+    title = (f"{options.model} on {count_noun(options.world, 'rank')}, GB per device with micro-batches of "
+             f"{count_noun(options.micro_batch_size, 'sequence')}")
+    print(choices_text(layouts, memory, title, rich=sys.stdout.isatty()))
     print(recommendation(layouts, memory, to_typable(f"launch python3 -m ezpz_llm.train --model {options.model} "
                                                      f"--micro-batch-size {options.micro_batch_size}")))
     return 0

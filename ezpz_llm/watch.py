@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import escape_control_characters, run_command
+from ezpz_llm.base import count_noun, escape_control_characters, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.base.shell_commands import to_typable
@@ -120,7 +120,7 @@ def format_block(run_dir: RunDir, status: Status, width: int) -> str:
         ("loss", loss),
         ("speed", speed),
         ("slowest", "" if behind is None else
-         f"rank {behind['rank']} on {behind['host']}, {behind['steps_behind']} steps behind"),
+         f"rank {behind['rank']} on {behind['host']}, {count_noun(behind['steps_behind'], 'step')} behind"),
         ("silent", "" if not status.silent else
          f"ranks {', '.join(map(str, status.silent[:8]))} ({to_typable('ezpz-llm why')} shows their stacks)"),
         ("last output", (status.last_words or "")[:4 * width]),

@@ -133,7 +133,7 @@ def _show_ended(run_dir: RunDir, record: dict, as_json: bool) -> int:
 
 
 def _last_activity(run_dir: RunDir) -> float:
-    """Return the time of the last write by a rank, else that of run.json."""
+    """Return the time of the last write by a rank, or of run.json if no rank has written."""
     folders = (run_dir.path / name for name in ("logs", "heartbeat", "errors"))
     written = _modification_times(path for folder in folders for path in folder.glob("*"))
     return max(written, default=max(_modification_times([run_dir.record]), default=0.0))

@@ -84,7 +84,7 @@ EXIT_USAGE = 2
 EXIT_PREFLIGHT = 3
 """Exit code if a preflight check failed, or no rank could be started."""
 EXIT_IDLE = 124
-"""Exit code if the watchdog stopped a hanging run (the same as that of timeout(1))."""
+"""Exit code if the watchdog stopped a hanging run (the same as timeout(1))."""
 
 _EXIT_HANDLERS_S = 5.0
 _MAX_COMPARED = 100

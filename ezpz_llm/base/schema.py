@@ -1,4 +1,4 @@
-"""Validation of parsed files against dataclasses and type annotations, and limits for the numbers in them."""
+"""Validation of parsed files against dataclasses and type annotations, with limits for numbers in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ezpz_llm.base.errors import UserError, nearest_names
 from ezpz_llm.base.untrusted_input import shorten_value
 
 # Each limit is larger than any existing machine needs, and far below what would exhaust the memory or CPU of a
-# login node. Larger numbers are typing errors or malicious.
+# login node. Larger numbers are typos or malicious input.
 MAX_NODES = 200_000
 MAX_RANKS = 2_000_000
 MAX_RANKS_PER_NODE = 10_000
@@ -33,12 +33,12 @@ MAX_SECONDS = 10 * 366 * 86_400
 
 
 def whole_number(text: str) -> int | None:
-    """Parse a non-negative integer of at most 18 ASCII digits, without sign; None for any other text."""
+    """Parse a non-negative integer of at most 18 ASCII digits without a sign; return None for other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def epoch(text: str) -> float | None:
-    """Parse whole seconds since 1970, up to the year 9999; None for any other text."""
+    """Parse whole seconds since 1970, up to the year 9999; return None for any other text."""
     seconds = whole_number(text)
     return None if seconds is None or seconds > LAST_SECOND else float(seconds)
 
@@ -46,7 +46,7 @@ def epoch(text: str) -> float | None:
 T = TypeVar("T")
 
 _MAX_INTEGER = 2**63 - 1
-"""Maximum absolute value of an integer, that of a signed 64-bit integer."""
+"""Maximum absolute value of an integer: the largest signed 64-bit integer."""
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
 
 
@@ -224,7 +224,7 @@ def _key_path(key: str, name: Any) -> str:
 
 
 def _invalid_value(key: str, value: Any, expected: str, where: str) -> UserError:
-    return UserError(f"{key or 'this'} is {_format_value(value)}, and must be {expected}", where=where)
+    return UserError(f"{key or 'this'} is {_format_value(value)}, but must be {expected}", where=where)
 
 
 def _format_value(value: Any) -> str:

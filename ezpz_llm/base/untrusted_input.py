@@ -94,18 +94,19 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MAX_BYTES, errors: str = "strict") -> str:
-    """Return the text of a UTF-8 file, without a byte-order mark. Raises as `read_bytes`, and for invalid UTF-8."""
+    """Return the text of a UTF-8 file, without a byte-order mark. Raises the errors of `read_bytes`, and for
+    invalid UTF-8."""
     return _text(read_bytes(path, most), str(path), errors)
 
 
 def read_json(path: Path, most: int = MAX_BYTES) -> Any:
-    """Return the content of a JSON file. Raises as `read_bytes`, and for invalid JSON or exceeded limits."""
+    """Return the content of a JSON file. Raises the errors of `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path, most), str(path))
 
 
 def read_commented_json(path: Path, most: int = 1 << 20) -> Any:
     """Return the content of a JSON file that may have comments and trailing commas. Rejects duplicate keys and
-    non-finite numbers. Raises as `read_json`."""
+    non-finite numbers. Raises the errors of `read_json`."""
     where = str(path)
     return _parsed(plain_json(_text(read_bytes(path, most), where)), where, _strict_decoder(where),
                    "put names and strings in double quotes and a comma between entries; comments (//, #, /* */) "
@@ -148,7 +149,7 @@ def read_json_lines(path: Path, most_line: int = MAX_LINE_BYTES) -> Iterator[dic
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the content of TOML text. Errors name its source, `where`. Raises as `parse_json`."""
+    """Return the content of TOML text. Errors name its source, `where`. Raises the errors of `parse_json`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -170,7 +171,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file. Tags of Python objects are rejected. Raises as `read_json`."""
+    """Return the content of a YAML file. Tags of Python objects are rejected. Raises the errors of `read_json`."""
     import yaml
 
     where = str(path)

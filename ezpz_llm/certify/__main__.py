@@ -1,4 +1,4 @@
-"""Check that parallel layouts compute the same as a single process."""
+"""Check that parallel layouts compute the same results as a single process."""
 
 from __future__ import annotations
 

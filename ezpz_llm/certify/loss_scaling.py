@@ -1,4 +1,4 @@
-"""Checks of the fp16 loss scale and of skipped steps, for clipped and unclipped steps of each AdamW.
+"""Checks of the fp16 loss scale and of skipped steps, for clipped and unclipped steps of each AdamW implementation.
 
 The scale is a power of 2 that is divided out before clipping, so it has no effect on a step. The checks therefore
 run with fp32 matmuls, which every device supports. A step whose gradients overflow, are NaN, or have a norm above
@@ -121,7 +121,7 @@ def _check_steps(optimizer: str, clip: float, single: Dist) -> Iterator[str]:
     title = f"{optimizer}, {f'clipped to {clip:g}' if clip else 'not clipped'}"
 
     def step(number: int, scale: float | None) -> tuple[State, float, float]:
-        """Make a step; return the state before it, its loss and its gradient norm."""
+        """Take a step; return the state before it, and the step's loss and gradient norm."""
         engine._scale = None if scale is None else LossScale(DynamicScale(start=scale))
         before = state_of(engine)
         loss, norm = engine.train_step(micro_batches(number), recipe.PEAK_LR, lambda phase: nullcontext())
@@ -140,8 +140,10 @@ def _check_steps(optimizer: str, clip: float, single: Dist) -> Iterator[str]:
     hook = engine.module.transformer["ln_f"].weight.register_hook(lambda gradient: gradient * math.nan)
     before, _, norm = step(3, None)
     hook.remove()
-    if math.isfinite(norm) or not _equal_states(before, state_of(engine)):
-        yield f"{title}: a step with NaN gradients (reported norm {norm:g}) changed the state"
+    if math.isfinite(norm):
+        yield f"{title}: a step with NaN gradients has the finite gradient norm {norm:g}"
+    if not _equal_states(before, state_of(engine)):
+        yield f"{title}: a step with NaN gradients changed the state"
     engine.step_skip.limit = 1e-9
     before, _, norm = step(4, None)
     engine.step_skip.limit = math.inf
@@ -153,7 +155,7 @@ def _check_steps(optimizer: str, clip: float, single: Dist) -> Iterator[str]:
 
 
 def _check_resume(engine: Engine, fresh: Engine, single: Dist) -> Iterator[str]:
-    """Check that a checkpoint restores the scale and the number of steps without overflow."""
+    """Check that a checkpoint restores the scale and the number of steps since the last overflow."""
     engine._scale, fresh._scale = (LossScale(DynamicScale(start=start)) for start in (SCALE, 2 * SCALE))
     for _ in range(3):
         engine._scale.update(True)
@@ -167,8 +169,10 @@ def _check_resume(engine: Engine, fresh: Engine, single: Dist) -> Iterator[str]:
 def _check_skipped_steps(engine: Engine, title: str, step: tuple[State, float, float]) -> Iterator[str]:
     before, _, norm = step
     scale = engine._scale
-    if norm != math.inf or not _equal_states(before, state_of(engine)):
-        yield f"{title}: a step with overflow (reported norm {norm:g}) changed the state"
+    if norm != math.inf:
+        yield f"{title}: a step with overflow has gradient norm {norm:g}, not inf"
+    if not _equal_states(before, state_of(engine)):
+        yield f"{title}: a step with overflow changed the state"
     if engine.skipped_steps != 1 or scale is None or scale.scale != TOO_LARGE / 2:
         yield (f"{title}: after one overflow under a scale of {TOO_LARGE:g} the scale is "
                f"{scale.scale if scale else None}, and {engine.skipped_steps} steps are counted as skipped")

@@ -1,4 +1,4 @@
-"""Definition of a training step in plain torch, with which a single process is compared.
+"""Reference implementation of a training step in plain torch, against which a single process is checked.
 
 The module imports nothing from the model, the engines or the trainer, so that it cannot share their bugs. Weights
 are dictionaries of tensors, under the names used in checkpoints. Everything is computed in fp64; `Arithmetic` adds
@@ -78,10 +78,10 @@ class Arithmetic:
 EXACT = Arithmetic(torch.float64, torch.float64, torch.float64)
 """Plain fp64."""
 ARITHMETIC = {
-    # Sums of 64 to 256 terms with each addition rounded to 2^-24: a random walk of these roundings.
+    # In sums of 64 to 256 terms, with each addition rounded to 2^-24, errors accumulate as a random walk.
     "fp32": Arithmetic(torch.float32, torch.float32, torch.float32, errors=2.0 ** -22),
     # torch.autocast over fp32 parameters. Sums are fp32 and rounded once, to 2^-8. A sum of two rounded halves, or
-    # a kernel that rounds at another place, adds one such rounding.
+    # a kernel that rounds at a different point, adds one such rounding.
     "bf16_autocast": Arithmetic(torch.float32, torch.bfloat16, torch.float32, errors=2.0 ** -8),
     # bf16 parameters with fp32 master weights: the residual stream and each micro-batch's gradients are rounded
     # too.
@@ -146,7 +146,7 @@ def _normalize(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _R
 
 
 def _rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotate the pair (i, i + D/2) at position t by t theta^(-2i/D) (arXiv:2104.09864). (B, H, T, D)."""
+    """Rotate the pair (i, i + D/2) of x (B, H, T, D) at position t by t theta^(-2i/D) (arXiv:2104.09864)."""
     length, half = x.shape[-2], x.shape[-1] // 2
     angles = (torch.arange(length, dtype=torch.float64)[:, None]
               * theta ** (-torch.arange(half, dtype=torch.float64) / half))
@@ -245,7 +245,7 @@ def clip_factor(norm: float, clip: float) -> float:
 
 @dataclass(frozen=True)
 class State:
-    """Weights, AdamW moments and the number of optimizer steps made.
+    """Weights, AdamW moments and the number of optimizer steps taken.
 
     AdamW is algorithm 2 of Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
@@ -295,7 +295,7 @@ def apply_adamw(state: State, clipped: Tensors, rate: float, settings: Settings)
 
 
 def cosine_rate(step: int, peak: float, floor: float, warmup: int, decay: int) -> float:
-    """Return the learning rate of a step (from 0).
+    """Return the learning rate of a step, counted from 0.
 
     Rises linearly to the peak in `warmup` steps, then falls along half a cosine to the floor at step `decay`.
     """
@@ -307,7 +307,7 @@ def cosine_rate(step: int, peak: float, floor: float, warmup: int, decay: int) -
 
 def train_step(state: State, micro_batches: Sequence[MicroBatch], rate: float, settings: Settings,
                arithmetic: Arithmetic = EXACT) -> tuple[float, float, State]:
-    """Make a step; return the loss, the gradient norm before clipping, and the state after the step (fp64)."""
+    """Take a step; return the loss, the gradient norm before clipping, and the state after the step (fp64)."""
     loss, raw = gradients(state.weights, micro_batches, settings, arithmetic)
     norm = global_norm(raw)
     factor = clip_factor(norm, settings.clip)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.base import as_type, read_json
+from ezpz_llm.base import as_type, count_noun, read_json
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.case import expected_numbers, make_result
 from ezpz_llm.certify.cases import Case
@@ -38,7 +38,7 @@ class _Count(Finding):
     """Number of violations, with a bound of 0."""
 
     def __str__(self) -> str:
-        return f"{self.value:.0f} {self.what}{self.detail}"
+        return f"{count_noun(int(self.value), self.what)}{self.detail}"
 
 
 def certify_target(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class _Run:
         seen, all_ranks: trajectory of this rank, and those of all ranks.
         drawn: for each data-parallel rank, the sample hashes of each micro-batch.
         weights: this rank's weights after the last step.
-        statistics: by running statistic, the largest difference from the reference over the ranks.
+        statistics: for each running statistic, the largest difference from the reference on any rank.
     """
 
     ds_config: Path
@@ -166,23 +166,25 @@ def _data_findings(ranks: Sequence[dict[int, list[str]]], expected: dict[int, li
                 repeated.add(number)
                 first_repeated = (first_repeated
                                   or f": on rank {rank}, micro-batch {number} equals micro-batch {earlier}")
-    return [_Count("samples occur more or less often over the ranks than in one process", wrong, 0.0, first_wrong),
-            _Count("micro-batches are repeated", len(repeated), 0.0, first_repeated)]
+    return [_Count("sample", wrong, 0.0, " drawn too often or not often enough, compared with a single process"
+                   f"{first_wrong}"),
+            _Count("repeat", len(repeated), 0.0, f" of an earlier micro-batch{first_repeated}")]
 
 
 def _random_findings(ranks: Sequence[Observations], drops: bool) -> list[Finding]:
     """Check that ranks have different random states after each step, if the module has dropout."""
     alike = [step for step, states in enumerate(zip(*(trajectory.random for trajectory in ranks), strict=True), 1)
              if drops and len(set(states)) < len(states)]
-    return [_Count("steps end with the same random state on several ranks, so their dropout masks are equal",
-                   len(alike), 0.0, f"; first after step {alike[0]}" if alike else "")]
+    return [_Count("step", len(alike), 0.0,
+                   " ended with the same random state on several ranks, so dropout masks are equal"
+                   + (f"; first after step {alike[0]}" if alike else ""))]
 
 
 def _evaluation_findings(ranks: Sequence[Observations]) -> list[Finding]:
     """Check that an evaluation does not change the training state."""
     changed = list(dict.fromkeys(part for trajectory in ranks for part in trajectory.changed))
-    return [_Count("parts of the state were changed by an evaluation", len(changed), 0.0,
-                   f": {', '.join(changed[:3])}" if changed else "")]
+    return [_Count("part", len(changed), 0.0,
+                   f" of the state changed in an evaluation: {', '.join(changed[:3])}")]
 
 
 def _likely_causes(findings: dict[str, list[Finding]], measured: verdict.Numbers, expected: verdict.Numbers,

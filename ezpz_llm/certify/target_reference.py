@@ -111,7 +111,7 @@ def check_ties(module: nn.Module) -> None:
                     and weight.min() != weight.max() and torch.equal(part.weight, weight)):
                 raise UserError(f"{name}.weight starts as a copy of {table}.weight but is not tied to it: they "
                                 "diverge from the first step on", where="--target",
-                                instead=f"{name}.weight = {table}.weight, or different initial weights")
+                                instead=f"set {name}.weight = {table}.weight, or use different initial weights")
 
 
 def _check_parts(whole: Batches, divided: Batches) -> None:
@@ -135,7 +135,7 @@ def _plain_gradients(batches: Batches) -> dict[str, Tensor]:
         loss = batches.target.loss(module, part)
         if not isinstance(loss, Tensor) or loss.dim():
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-            raise UserError(f"the loss is a {type(loss).__name__}{shape}", where="Target.loss",
+            raise UserError(f"the loss has type {type(loss).__name__}{shape}", where="Target.loss",
                             instead="return the mean loss over the samples of the batch, as a scalar tensor")
         (loss / len(parts)).backward()
     return {name: torch.zeros_like(parameter).cpu() if parameter.grad is None else parameter.grad.cpu()

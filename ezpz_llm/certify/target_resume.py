@@ -79,7 +79,7 @@ def copy_weights(model: Wrapped) -> WeightSlices:
 
 def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
            checkpoints: MidRunCheckpoints) -> tuple[Observations, WeightSlices]:
-    """Load the checkpoint into a module with other initial weights and make the remaining steps. Collective.
+    """Load the checkpoint into a module with other initial weights and take the remaining steps. Collective.
 
     Returns:
         This rank's trajectory and its weights after the last step.

@@ -37,7 +37,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 def fresh_module(target: Target, seed: int = recipe.SEED) -> tuple[nn.Module, bool]:
     """Return the module with initial weights and without dropout, and True if it had dropout.
 
-    With dropout, ranks would draw different masks, and no layout would compute the same as a single process.
+    With dropout, ranks would draw different masks, and no layout would match a single process.
     """
     torch.manual_seed(seed)
     module = target.module()
@@ -70,13 +70,13 @@ def _optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Op
                                  eps=EPS_SHARE * clip / elements ** 0.5, weight_decay=recipe.WEIGHT_DECAY)
     optimizer = target.optimizer(module)
     if not has_known_state(optimizer):
-        raise UserError(f"the optimizer is a {type(optimizer).__name__}, whose state certify cannot read",
+        raise UserError(f"certify cannot read the state of the optimizer {type(optimizer).__name__}",
                         where="Target.optimizer", instead="torch.optim.AdamW or Adam, without amsgrad")
     return optimizer
 
 
 def micro_batch_numbers(target: Target, steps: int) -> list[range]:
-    """Return the micro-batch numbers of each step. Steps use the first micro-batches of two epochs.
+    """Return the micro-batch numbers of each step: the first micro-batches of each of two epochs.
 
     The first epoch has half of the steps, rounded up. Each rank computes a part of each micro-batch.
 
@@ -140,7 +140,7 @@ class Batches:
 
 
 def first_epoch_steps(steps: int) -> int:
-    """Return the number of steps of the first epoch, rounded up."""
+    """Return the number of steps in the first epoch: half of `steps`, rounded up."""
     return -(-steps // 2)
 
 
@@ -203,7 +203,7 @@ def train(model: Wrapped, batches: Batches, *, use_own_step: bool, first: int = 
         after: called after each step.
 
     Raises:
-        UserError: the target's step function does not return a loss, or makes no optimizer step.
+        UserError: the target's step function does not return a loss, or takes no optimizer step.
     """
     trajectory, target, steps = Observations(), batches.target, batches.steps
     statistics = StatisticsByRank(model.module, batches.dp_ranks)
@@ -218,7 +218,7 @@ def train(model: Wrapped, batches: Batches, *, use_own_step: bool, first: int = 
         else:
             loss = _step(target, model, parts, statistics, trajectory)
         if model.grad_norm is None or model.grad_norm is previous_norm:
-            raise UserError(f"the step function made no optimizer step after {model.accumulation} micro-batches",
+            raise UserError(f"the step function took no optimizer step after {model.accumulation} micro-batches",
                             where="Target.step",
                             instead="call model.backward(loss) and model.step() for each of them")
         if not isinstance(loss, float | Tensor):
@@ -253,7 +253,7 @@ def mean_held_out(ranks: Sequence[Observations]) -> float:
 
 def _step(target: Target, model: Wrapped, parts: list[tuple[int, Any]], statistics: StatisticsByRank,
           trajectory: Observations) -> Tensor:
-    """Make a step, and return the mean of the micro-batches' losses."""
+    """Take a step, and return the mean loss of the micro-batches."""
     losses = []
     for dp_rank, batch in parts:
         with statistics.of(dp_rank):

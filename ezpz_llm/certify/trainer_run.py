@@ -176,7 +176,7 @@ def _check_start(run: _Run) -> Iterator[str]:
     values, state = initial_values(run.session.plan.model, SEED), run.before[0]
     for name, weight in state.weights.items():
         if not torch.equal(weight, values(name, whole_box(weight.shape))):
-            yield f"the initial {name} of a run is not that of its seed"
+            yield f"the initial {name} of a run does not match its seed"
     if state.step or any(value.any() for kind in (state.first, state.second) for value in kind.values()):
         yield "a run starts with nonzero moments or a nonzero step count"
 

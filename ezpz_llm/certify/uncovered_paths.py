@@ -74,7 +74,7 @@ def certify_shared_fault(case: Case, dist: Dist) -> dict[str, Any]:
 
 def observe(model: str, dtype: str, dist: Dist, fault: Fault | None = None,
             seed: int = recipe.SEED) -> list[ObservedStep]:
-    """Make the steps of both runs, optionally with a shared fault, and return them."""
+    """Take the steps of both runs, optionally with a shared fault, and return them."""
     single = single_rank_world(dist)
     config = replace(recipe.model_config(model), block_size=recipe.LONG, vocab_size=recipe.ODD_VOCABULARY)
     return [step for run in _RUNS for step in _observe(run, config, dtype, single, fault, seed)]

@@ -134,7 +134,8 @@ def _as_text(facts: dict[str, Any]) -> str:
     """Format the contents as text."""
     model = facts["model"]
     rows = [("folder", facts["folder"]),
-            ("model", f"{model['n_layer']} layers, {model['n_head']} heads ({model['n_kv_head']} key/value), "
+            ("model", f"{count_noun(model['n_layer'], 'layer')}, {count_noun(model['n_head'], 'head')} "
+                      f"({model['n_kv_head']} key/value), "
                       f"width {model['n_embd']}, context {model['block_size']}, vocabulary {model['vocab_size']} "
                       f"in {-(-model['vocab_size'] // model['vocab_multiple']) * model['vocab_multiple']} rows"),
             ("kind", f"{model['norm']}, {model['position']} positions, {model['mlp']}, "

@@ -48,7 +48,7 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the checkpoint that the file `latest` names, even if it does not exist; None without a valid name."""
+    """Return the checkpoint that the file `latest` names, even if it does not exist; None for an invalid name."""
     pointer = checkpoints / LATEST
     name = system_text(pointer, most=_LONGEST_NAME).strip()
     return checkpoints / name if _NAME.fullmatch(name) else None

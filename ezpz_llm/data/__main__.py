@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ezpz_llm.base import UserError, print_lines, run_command
+from ezpz_llm.base import UserError, count_noun, print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
 
 # Subcommands import their modules when they run, so that `--help` stays fast.
@@ -35,9 +35,9 @@ def _parser() -> argparse.ArgumentParser:
                           "files, a folder of build-nanogpt or nanoGPT shards, or X for Megatron's X.bin and "
                           "X.idx. To mix several, pass weights: A=0.7,B=0.3")
     add.add_argument("--tokenizer", metavar="T",
-                     help="bytes, char, gpt2, a tokenizer.json, a SentencePiece *.model, or a folder that contains "
-                          "one: a model, token shards or a checkpoint (default: char for shakespeare, gpt2 for "
-                          "data sets, else bytes)")
+                     help="bytes, char, gpt2, a tokenizer.json, a SentencePiece *.model, or a folder with a "
+                          "tokenizer: a model, token shards or a checkpoint (default: char for shakespeare, gpt2 "
+                          "for data sets, else bytes)")
     add.add_argument("--out", type=Path, metavar="DIR", help="output folder (default: a folder in the cache)")
     source = add.add_mutually_exclusive_group()
     source.add_argument("--file", type=Path, metavar="F", help="local copy of the text (shakespeare only)")
@@ -108,7 +108,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from ezpz_llm.data.manifest import verify
 
-    print_lines(f"all {verify(args.folder)} shards match the manifest: {args.folder}")
+    print_lines(f"verified {count_noun(verify(args.folder), 'shard')} against the manifest: {args.folder}")
     return 0
 
 
@@ -121,14 +121,15 @@ def _show(args: argparse.Namespace) -> int:
     facts = data.manifest
     source, tokenizer = facts["source"], facts["tokenizer"]
     python = f", {source['python']}" if "python" in source else ""
+    files = "file" if source["files"] == 1 else "files"
     counts = as_mixture(data.split("train")).counts if data.parts else ()
     lines = [
-        ("corpus", f"{source['corpus']} ({source['files']:,} files, {source['bytes']:,} bytes{python})"),
+        ("corpus", f"{source['corpus']} ({source['files']:,} {files}, {source['bytes']:,} bytes{python})"),
         ("tokenizer", f"{tokenizer['name']}, vocabulary {facts['vocab_size']:,}, "
                       f"fingerprint {tokenizer['fingerprint'][:12]}"),
         ("documents", f"{facts['documents']:,}"),
         *((name, f"{split['tokens']:,} tokens" + (
-            "" if data.parts else f" in {len(split['shards'])} shards of {facts['dtype']}"))
+            "" if data.parts else f" in {count_noun(len(split['shards']), 'shard')} of {facts['dtype']}"))
           for name, split in facts["splits"].items()),
         *(("part", f"{weight:g} ({count} of {sum(counts)} samples): {part.folder}")
           for (part, weight), count in zip(data.parts, counts, strict=True)),

@@ -116,7 +116,7 @@ def samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: i
         base = consumed - total
     if base is None:
         raise UserError("this run continues another run and has not recorded its data position yet", where=where,
-                        instead=f"wait for its end or its next checkpoint; its first step is {min(spans)}")
+                        instead=f"wait until it ends or saves a checkpoint; its first step is {min(spans)}")
     return base + first, base + end
 
 
@@ -133,15 +133,15 @@ def _skipped(record: dict[str, Any]) -> dict[int, int]:
     """Return the number of samples that rollbacks skipped, by the step that each rolled back to."""
     skipped: dict[int, int] = {}
     for rollback in record.get("rollbacks", []):
-        # Samples that earlier rollbacks skipped after `to_step` are counted in samples_passed_over, or this
-        # rollback undid the skip.
+        # Drop earlier skips at or after `to_step`: this rollback's samples_passed_over includes them, or the
+        # rollback undid them.
         skipped = {step: samples for step, samples in skipped.items() if step < rollback["to_step"]}
         skipped[rollback["to_step"]] = rollback["samples_passed_over"]
     return skipped
 
 
 def _recorded_positions(run_dir: RunDir, record: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yield steps and the number of samples read after them, from run.json and the checkpoints."""
+    """Yield pairs of a step and the total samples read by its end, from run.json and the checkpoints."""
     if "samples_consumed" in record:
         yield record["steps"], record["samples_consumed"]
     for path in sorted(run_dir.checkpoints.glob("step-*/state.json")):
@@ -199,7 +199,7 @@ class SplitDocuments:
 
 
 def document_starts(data: TokenData, stream: TokenStream, stop: int) -> np.ndarray:
-    """Return the starts of the training split's documents, at least up to token `stop`, int64, increasing.
+    """Return an increasing int64 array of training documents' starts, at least up to token `stop`.
 
     Uses Megatron's index, or else end-of-text tokens, which precede each document (in nanoGPT's shards, they
     follow each document). Tokens before the first end-of-text token, which continue a validation document, count as

@@ -153,7 +153,7 @@ def check_shards(shards: ExternalShards) -> None:
     """Check the shards' data types and a sample of up to `CHECKED_TOKENS` ids, without writing anything.
 
     Raises:
-        UserError: as `index_shards`, for the ids in the sample.
+        UserError: for the reasons given in `index_shards`, but only for the ids in the sample.
     """
     opened = [_map_tokens(path) for paths in shards.splits.values() for path in paths]
     tokenizer = _make_tokenizer(shards)

@@ -4,12 +4,12 @@
     request          hash of the request: corpus, its files, tokenizer, split, shard size
     command          command that creates these shards, without --out
     source           corpus, files, bytes, and for stdlib the Python version
-    tokenizer        name, fingerprint and, for char, the table; for another library's tokenizer also "kind" (the
-                     library), vocab_size and end_of_text, with a copy of the tokenizer's file beside the manifest
+    tokenizer        name and fingerprint; for char, also the table; for a tokenizer of another library, also "kind"
+                     (the library), vocab_size and end_of_text. A copy of that tokenizer is beside the manifest.
     vocab_size, dtype, documents, tokens, end_of_text
-    unigram_entropy  nats per token, from the histogram of both splits; for Megatron, of a sample of them
-    val_fraction     fraction of the token stream, at its end, in the validation split; or
-    val_tokens       number of tokens, at its start, in the validation split
+    unigram_entropy  nats per token, from the token counts of both splits (for Megatron, of a sample of both)
+    val_fraction     validation split as a fraction of the token stream, taken from its end; or
+    val_tokens       tokens in the validation split, taken from the start of the token stream
     splits           {"train": {"tokens", "shards": [{"file", "tokens", "sha256"}]}, "val": …}
 
 For shards written by another program, "file" is an absolute path, "offset" the size of its header in bytes, and
@@ -73,7 +73,7 @@ class Shard(_Shard, total=False):
 
 
 class Split(TypedDict):
-    """Shards of a split."""
+    """Shards of a split and their total number of tokens."""
 
     tokens: Count
     shards: list[Shard]
@@ -140,7 +140,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a folder of shards, after checking the size of every shard.
 
     Raises:
-        UserError: no manifest, another format, or a shard is missing or has the wrong size.
+        UserError: there is no manifest, it has another format, or a shard is missing or has the wrong size.
     """
     path = folder / MANIFEST
     if not os.path.isfile(path):  # also False for an invalid path
@@ -162,13 +162,13 @@ def read_part(folder: Path, mixture: Path) -> dict[str, Any]:
     """Return the manifest of a part of a mixture.
 
     Raises:
-        UserError: as `read_manifest`; or the part is a mixture, which could contain itself.
+        UserError: for the reasons in `read_manifest`, or the part is itself a mixture (it could contain itself).
     """
     manifest = read_manifest(folder)
     if "parts" in manifest:
         raise UserError(f"a mixture cannot be part of another mixture, but {folder} is one",
                         where=str(mixture / MANIFEST),
-                        instead="prepare it again from the parts of both: --corpus A=0.7,B=0.3")
+                        instead="prepare this mixture again from the parts of the inner one: --corpus A=0.7,B=0.3")
     return manifest
 
 

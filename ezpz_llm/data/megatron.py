@@ -209,7 +209,7 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
     The validation split is the last 2 % of the tokens, rounded to the start of a document.
 
     Raises:
-        UserError: as `read_index`; no tokenizer is given, or a sampled id is outside its vocabulary.
+        UserError: `read_index` fails, no tokenizer is given, or a sampled id is outside its vocabulary.
     """
     index = read_index(data.bin, data.idx)
     if show:
@@ -242,7 +242,7 @@ def check_megatron(data: MegatronData) -> None:
     """Check the index and a sample of up to `CHECKED_TOKENS` ids, without writing anything.
 
     Raises:
-        UserError: as `index_megatron`.
+        UserError: for the reasons given in `index_megatron`.
     """
     index, vocab_size = read_index(data.bin, data.idx), _tokenizer_facts(data)[1]
     if index.tokens:

@@ -91,7 +91,7 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
         decodes: also check the tokenizer's file, even if the tokens exist.
 
     Raises:
-        UserError: as `prepare`, for errors that can be found without reading the whole text; a shard is
+        UserError: `prepare` would fail for a reason that can be found without reading the whole text, a shard is
             truncated, or there are too few tokens.
     """
     parts = find_mixture(corpus) or [(corpus, 1.0)]
@@ -118,7 +118,7 @@ def find_prepared(corpus: str, tokenizer: str | None = None, text_key: str = TEX
     Returns None for a mixture, unless `corpus` is the folder of a mixture.
 
     Raises:
-        UserError: as `check_corpus`.
+        UserError: for the reasons given in `check_corpus`.
     """
     return None if find_mixture(corpus) else _single_folder(corpus, Options(tokenizer, text_key=text_key))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, count_noun
 
 Axis = Literal["pp", "dp", "sp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
@@ -30,8 +30,9 @@ class Degrees:
         """
         product = tp * pp * sp
         if product < 1 or world_size % product:
-            raise UserError(f"tp {tp} x pp {pp} x sp {sp} = {product} does not divide {world_size} ranks",
-                            instead=f"a multiple of {max(product, 1)} ranks")
+            raise UserError(f"tp {tp} x pp {pp} x sp {sp} = {product} does not divide "
+                            f"{count_noun(world_size, 'rank')}",
+                            instead=f"a multiple of {count_noun(max(product, 1), 'rank')}")
         return cls(world_size // product, tp, pp, sp)
 
     def coordinates(self, rank: int) -> dict[Axis, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ezpz_llm.base import UserError, unknown_name_error
+from ezpz_llm.base import UserError, count_noun, unknown_name_error
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.ranks import RankInfo
@@ -68,8 +68,9 @@ def device_index(kind: str, count: int, info: RankInfo) -> int:
     if count == 1:
         return 0
     if info.local_rank >= count:
-        raise UserError(f"local rank {info.local_rank} has no device: {count} {kind} devices for {info.local_size} "
-                        "ranks on this node", instead=f"at most {count} ranks per node (launch --ppn {count})")
+        raise UserError(f"local rank {info.local_rank} has no device: {count_noun(count, f'{kind} device')} for "
+                        f"{info.local_size} ranks on this node",
+                        instead=f"at most {count_noun(count, 'rank')} per node (launch --ppn {count})")
     return info.local_rank
 
 

@@ -96,7 +96,7 @@ class Mesh:
         return ranks.index(self.rank), len(ranks)
 
     def _key(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """Return those of the axes whose degree is above 1. The others do not affect the group."""
+        """Return the axes whose degree is above 1. The others do not affect the group."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self.degrees, axis) > 1)
 
     def _create(self, axes: tuple[Axis, ...], purpose: str = "") -> ProcessGroup:

@@ -1,8 +1,9 @@
 """Private names of torch. No other module may use private names.
 
 All names except that in `compile_times` are looked up at import time. If a torch release has renamed one, the run
-fails at its start with the missing name, the installed version, and what to install, instead of an AttributeError
-in the middle of a step.
+fails at startup with an error that gives the missing name, the installed version, and what to install, instead of
+an AttributeError in the middle of a step.
+
 Private names of DeepSpeed are in `ezpz_llm.layout.deepspeed_versions`.
 """
 
@@ -16,10 +17,10 @@ from ezpz_llm.base import UserError, installed, tested_range
 
 
 def find(module: str, name: str) -> Any:
-    """Import a module, and return its attribute with a dotted name.
+    """Import a module and return the attribute at a dotted path in it.
 
     Raises:
-        UserError: the attribute does not exist.
+        UserError: the module cannot be imported, or has no such attribute.
     """
     try:
         value: Any = importlib.import_module(module)

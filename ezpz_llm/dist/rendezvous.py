@@ -86,7 +86,7 @@ def _listen(info: RankInfo, address: str, port: int) -> socket.socket:
         holder = f": {describe_port_holder(port)}" if error.errno == errno.EADDRINUSE else ""
         raise UserError(f"rank {info.rank} cannot listen on port {port} of {socket.gethostname()}: "
                         f"{reason}{holder}", where=f"MASTER_PORT={port}",
-                        instead="another MASTER_PORT, or unset it and start with launch, which chooses a free "
+                        instead="use another MASTER_PORT, or unset it and start with launch, which chooses a free "
                                 "port") from error
 
 

@@ -130,7 +130,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
 
     Args:
         device: "auto", "cuda", "xpu", "mps", or "cpu".
-        run_dir: run directory; by default that of launch, or else a new one that rank 0 chooses.
+        run_dir: run directory; by default launch's, or a new one that rank 0 chooses.
         name: prefix of the name of a new run directory.
         timeout_s: timeout of a collective.
         keeps_memory: call `keep_freed_memory` on a CPU.

@@ -17,11 +17,11 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 
 
 def compute_in_fp32(model: nn.Module, precision: str) -> None:
-    """Make norms compute with fp32 parameters, if parameters have 16 bits in `precision`.
+    """Make norms compute with fp32 parameters if `precision` keeps parameters in 16 bits.
 
-    A running mean changes by a tenth of the difference per step, most of which bf16 with its 8 mantissa bits would
-    lose. torch does not support norms with fp32 statistics and 16-bit parameters. Inputs and outputs stay at 16
-    bits.
+    Each step moves a running mean by a tenth of its distance to the batch mean. bf16, with its 8 mantissa bits,
+    would lose most of that update. torch does not support norms with fp32 statistics and 16-bit parameters. Inputs
+    and outputs stay at 16 bits.
     """
     if not RECIPES[precision].has_masters:
         return
@@ -33,8 +33,8 @@ def compute_in_fp32(model: nn.Module, precision: str) -> None:
 def average(model: nn.Module, mesh: Mesh) -> None:
     """Average running statistics over data-parallel ranks, whose batches differ. Collective.
 
-    Since the update of a statistic is linear, the result equals a single process that averages all ranks' batch
-    statistics.
+    Since the update of a statistic is linear, the result equals that of a single process that averages all ranks'
+    batch statistics.
     """
     if mesh.size("dp", "sp") == 1:
         return

@@ -21,16 +21,16 @@ from ezpz_llm.engine.live_memory import buckets, resident_bytes, state_storages
 
 
 class StepTrace:
-    """Recorder of the collectives and the transient memory of one step, which later steps repeat.
+    """Recorder of the collectives and the transient memory of one step, as an example of later steps.
 
-    Profiler traces have only names and times of collectives. Counting makes every operator of the step a Python
-    call, so it uses a different step than the profiler.
+    Profiler traces have only names and times of collectives. Counting calls Python for every operator, so StepTrace
+    records a different step than the trace profiler.
 
     Attributes:
-        found: results after the step. `collectives`, in order, each with its kind, the axes of its group ("dp",
-            "dp sp"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the other rank;
-            `transient_bytes`, the peak of memory allocated during the step; the results of `BufferLog` and
-            `DeepSpeedTools`; `links`, the measured bandwidth between neighboring nodes.
+        found: results of the step. `collectives` lists the calls in order, each with its kind, the axes of its
+            group ("dp", "dp sp"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the
+            other rank. `transient_bytes` is the peak of memory allocated during the step. `links` is the measured
+            bandwidth between neighboring nodes. The other results are those of `BufferLog` and `DeepSpeedTools`.
     """
 
     def __init__(self, step: int, dist: Dist, engine: Engine, *, counts: bool = True,
@@ -45,7 +45,7 @@ class StepTrace:
         self.found: dict[str, Any] = {}
 
     def before_step(self, step: int) -> None:
-        """Start before the recorded step, if `counts`.
+        """Start recording if this is the recorded step and `counts` is True.
 
         `counts` must be False if blocks are compiled, since counting disables compiled code.
         """
@@ -114,7 +114,7 @@ class Size(NamedTuple):
 
 
 class BufferLog:
-    """Recorder of the memory of communication buffers besides the training state, at each collective."""
+    """Recorder, at each collective, of the memory of communication buffers outside the training state."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -131,8 +131,8 @@ class BufferLog:
     def found(self) -> dict[str, int]:
         """Return `buffer_bytes` and `buffer_transient_bytes`, the part allocated during the step.
 
-        The buffers are DeepSpeed's buckets, or without buckets the largest tensors of one collective besides the
-        training state.
+        The buffers are DeepSpeed's buckets or, if there are none, the largest set of tensors in any one collective,
+        excluding the training state.
         """
         if self._buckets.allocated:
             return {"buffer_bytes": self._buckets.resident,
@@ -168,7 +168,7 @@ class DeepSpeedTools:
         self._profiler: Any = None
 
     def start(self) -> None:
-        """Start before the step."""
+        """Start the communication logger and the FLOPs profiler."""
         _log_collectives(True)
         if self._products is not None and "deepspeed" in sys.modules:
             from deepspeed.profiling.flops_profiler import FlopsProfiler
@@ -177,7 +177,7 @@ class DeepSpeedTools:
             self._profiler.start_profile()
 
     def stop(self) -> dict[str, Any]:
-        """Stop after the step; return `deepspeed`, the logged calls by name, and `flops`, both counts."""
+        """Stop, and return `deepspeed` (logged calls by name) and `flops` (DeepSpeed's and our counts)."""
         results: dict[str, Any] = {"deepspeed": _log_collectives(False)}
         if self._profiler is not None:
             # Two FLOPs per multiply-accumulate; the profiler's FLOPs total includes operators other than matmuls.

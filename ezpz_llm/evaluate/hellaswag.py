@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ezpz_llm.base import NoFile, UserError, as_dataclass, open_regular, parse_json
+from ezpz_llm.base import NoFile, UserError, as_dataclass, count_noun, open_regular, parse_json
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.backends import DEVICES
 
@@ -107,7 +107,7 @@ def _item(line: str, where: str) -> Item:
         raise UserError(f"the line is not a HellaSwag item: {getattr(error, 'found', error)}", where=where,
                         instead="an object with ctx, endings and label") from error
     if len(item.endings) != ENDINGS or not 0 <= item.label < ENDINGS:
-        raise UserError(f"{len(item.endings)} endings with label {item.label}", where=where,
+        raise UserError(f"{count_noun(len(item.endings), 'ending')} with label {item.label}", where=where,
                         instead=f"{ENDINGS} endings and a label from 0 to {ENDINGS - 1}")
     return item
 

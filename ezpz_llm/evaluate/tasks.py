@@ -109,7 +109,7 @@ def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
         UserError: the file has no items, or an option is invalid.
     """
     if options.items is not None and options.items < 1:
-        raise UserError(f"items is {options.items}", where="--items", instead="1 or more, or omit --items for all")
+        raise UserError(f"items is {options.items}", where="--items", instead="pass 1 or more, or omit --items")
     path = user_path(options.file)
     read_items(path, limit=1)
     tokenizer_of(plan.source, options.tokenizer)

@@ -26,20 +26,21 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
     Raises:
-        UserError: the directory is not that of a training run, or a trace cannot be read.
+        UserError: the directory does not belong to a training run, or a trace cannot be read.
     """
     parser = CommandParser("explain", description=__doc__, shown=(
         "ezpz-llm explain  the newest run",
         "ezpz-llm explain runs/gpt2 --html explain.html",
         "launch -n 2 python3 -m ezpz_llm.train --trace-steps 3  record traces, so that explain can say more"))
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
-                        help="run directory (default: the newest in runs/ with a step)")
+                        help="run directory (default: the newest in runs/ with at least one step)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML page")
     parser.add_argument("--figures", type=Path, metavar="DIR",
                         help="also write the page's figures as PDF, SVG and PNG, for a paper")
     parser.add_argument("--counterfactual", action="store_true",
-                        help="train some steps again, with and without collectives, and compare their times")
+                        help="run a few training steps again, with and without collectives, and compare "
+                             "the step times")
     parser.add_argument("--yes", action="store_true", help="start --counterfactual without asking")
     options = parser.parse_args(argv)
     if options.html or options.figures:
@@ -70,8 +71,8 @@ def diagnosis_text(diagnosis: Diagnosis, width: int, *, color: bool) -> str:
     parts = [escape_control_characters(f"{head}\n\n{_causes(diagnosis)}")]
     if split := diagnosis.split:
         milliseconds = [(name, seconds * 1e3) for name, seconds in tables.mean_step(split).items()]
-        parts.append(bars_plot(milliseconds, f"traced step, mean over ranks, ms ({split.ranks[0].steps} steps)",
-                               width, color=color))
+        steps = count_noun(split.ranks[0].steps, "step")
+        parts.append(bars_plot(milliseconds, f"traced step, mean over ranks, ms ({steps})", width, color=color))
     parts += [table_text(table, rich=color) for table in _tables(diagnosis)]
     if sentences := check_sentences(diagnosis.checks):
         parts.append(escape_control_characters("".join(f"  {line}\n" for line in ["Cross-checks with other tools:",

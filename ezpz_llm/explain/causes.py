@@ -56,7 +56,7 @@ def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str
     """Return the causes, the most expensive first.
 
     Args:
-        split: breakdown of the traced steps, or None without traces.
+        split: breakdown of the traced steps, or None if there are no traces.
         wall: wall time in seconds by activity: of the run or, if it has not ended, of the traced window.
         run: facts for advice, see `diagnosis.read_run_facts`.
         deepspeed: DeepSpeed's configuration, empty for other engines.

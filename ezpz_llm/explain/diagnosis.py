@@ -132,7 +132,7 @@ class Diagnosis:
 
     Attributes:
         wall: rank 0's wall time in seconds by activity; empty if the run has not ended.
-        split: breakdown of the traced steps, or None without traces.
+        split: breakdown of the traced steps, or None if there are no traces.
         phases: seconds per steady step of rank 0 according to metrics.jsonl, by phase and "other".
         memory: estimated and measured memory; None if the run has not ended.
         checks: see `crosschecks`.
@@ -202,15 +202,15 @@ def diagnose(run_dir: Path) -> Diagnosis:
     """Diagnose a run from its directory.
 
     Raises:
-        UserError: the directory is not that of a training run, has no step yet, or has an unreadable trace.
+        UserError: the directory does not belong to a training run, has no step yet, or has an unreadable trace.
     """
     RunDir(run_dir).check_exists()
     record = read_record(RunDir(run_dir))
     rows = read_history(RunDir(run_dir))
     if "config" not in record or not len(rows):
         raise UserError("the directory has no step of a training run", where=str(run_dir),
-                        instead="the directory of a run of ezpz_llm.train, or of a script that calls "
-                                "ezpz_llm.record; ezpz-llm why if the run ended early")
+                        instead="pass the directory of a run of ezpz_llm.train, or of a script that calls "
+                                "ezpz_llm.record; if the run ended early, use ezpz-llm why")
     timed = steady_steps(rows)
     phases = {name: statistics.fmean(timed.column(f"{name}_s")) for name in (*PHASES, "other")}
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ezpz_llm.base import count_noun
 from ezpz_llm.explain.causes import DATA_ADVICE, Cause
 from ezpz_llm.observe.history import PHASES, History, steady_steps
 
@@ -87,13 +88,13 @@ def _find_causes(rows: History, steady_rows: History, ranks: int,
     times = np.asarray(steady_rows.column("step_time_s"))
     median = float(np.median(times))
     first = np.asarray(rows.select(step < steady_rows.steps[0] for step in rows.steps).finite("step_time_s"))
-    yield ("first_steps", f"the first {len(first)} steps are slower than the median step",
+    yield ("first_steps", f"the first {count_noun(len(first), 'step')} ran slower than the median step",
            float(np.sum(first - median)) if len(first) else 0.0,
            ("ignore these steps when you compare runs; a long run needs no change, because libraries, kernels and "
             "caches are set up once",))
     paused = times > _PAUSE * median
     if count := int(paused.sum()):
-        yield ("pauses", f"{count} steps took more than {_PAUSE:g} times the median step",
+        yield ("pauses", f"{count_noun(count, 'step')} took more than {_PAUSE:g} times the median step",
                float(np.sum(times[paused] - median)),
                ("check if a checkpoint or an evaluation came before: metrics.jsonl has each step's time",
                 "check for other jobs on the nodes and for file systems that stall: ezpz-llm doctor, "

@@ -1,8 +1,8 @@
 """Trace of one rank, read incrementally and reduced to the intervals that the breakdown needs.
 
-On a CPU rank, computation is operators of the main thread and the autograd thread. A collective is in flight from
-its call until its work (on any thread) has ended and the waiting thread has woken up. On a device, computation and
-collectives are kernels, and a kernel belongs to the phase in which the CPU launched it.
+On a CPU rank, operators of the main thread and the autograd thread count as computation. A collective is in flight
+from its call until its work (on any thread) has ended and the waiting thread has woken up. On a device, computation
+and collectives are kernels, and a kernel belongs to the phase in which the CPU launched it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TRACE_FEWER_STEPS = "fewer steps: --trace-steps 5"
 def load_trace(path: Path) -> dict[str, Any]:
     """Read the members of a trace, with only the events that the breakdown needs.
 
-    The added member "launches" has the time at which the CPU launched device work, by correlation.
+    The added member "launches" maps each correlation id to the time at which the CPU launched the device work.
 
     Raises:
         UserError: the trace is damaged, has invalid events, or exceeds the limits.
@@ -115,7 +115,8 @@ def _event(entry: dict[str, Any], threads: dict[int | str, int | str], where: st
     values: list[Any] = [entry.get(key) for key in kinds_of]
     for (key, kinds), value in zip(kinds_of.items(), values, strict=True):
         if not isinstance(value, kinds) or (kinds is _NUMBER and not -_MAX_US < value < _MAX_US):
-            raise UserError(f"{key} of an event is {shorten_value(value)}", where=where, instead=_TRACE_AGAIN)
+            raise UserError(f"an event has an invalid {key}: {shorten_value(value)}", where=where,
+                            instead=_TRACE_AGAIN)
     name, ts, dur, tid = values
     # Millions of events share a few names and threads: keep each string once.
     event = Event(intern(name), ts, dur, threads.setdefault(tid, tid), intern(entry["cat"]))
@@ -159,9 +160,9 @@ them."""
 class RankTrace:
     """Intervals of one rank's trace, in seconds since the start of the first traced step.
 
-    `began` is the start of the first traced step in seconds since the epoch. `phases` are the phases on a CPU rank,
-    and for forward, backward and optimizer on a device the device's work launched in the phase. `between` are marks
-    outside of steps. `flights` are the collectives in steps, sorted by start.
+    `began` is the start of the first traced step in seconds since the epoch. On a CPU rank,
+    `phases` are the phases themselves; on a device, forward, backward and optimizer are the device work launched in
+    the phase. `between` are marks outside of steps. `flights` are the collectives in steps, sorted by start.
     """
 
     rank: int

@@ -125,7 +125,7 @@ def _cached_snapshot(hub_id: str, option: str) -> Path:
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError) as error:
         raise UserError(f"there is no folder {hub_id}, and no model with that id in huggingface_hub's local cache",
                         where=option,
-                        instead=f"ezpz-llm checkpoint fetch {hub_id}, on a machine with a network") from error
+                        instead=f"ezpz-llm checkpoint fetch {hub_id}, on a machine with internet access") from error
 
 
 def hub_library(missing: str, where: str) -> Any:
@@ -184,5 +184,5 @@ def fetch(hub_id: str, revision: str | None) -> Path:
         return Path(hub.snapshot_download(hub_id, revision=revision, allow_patterns=WANTED))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise UserError(f"the download failed: {str(error).splitlines()[0]}", where=hub_id,
-                        instead="a hub id such as openai-community/gpt2, on a machine with a network; or copy the "
-                                "model's folder here and pass its path", exit_code=1) from error
+                        instead="pass a hub id such as openai-community/gpt2, on a machine with internet access, "
+                                "or copy the model's folder here and pass its path", exit_code=1) from error

@@ -261,8 +261,8 @@ class HfWeights(Weights):
         present = [name for name in (_SINGLE, _INDEX, *_PICKLED) if (self.where / name).is_file()]
         if not present or present[0] in _PICKLED:
             raise UserError(f"there is neither {_SINGLE} nor {_INDEX}", where=str(self.where),
-                            instead="a checkpoint in safetensors; convert pytorch_model.bin, which requires "
-                                    "unpickling, with transformers' save_pretrained")
+                            instead="use a checkpoint in safetensors, or convert pytorch_model.bin (which requires "
+                                    "unpickling) with transformers' save_pretrained")
         if len(present) > 1:
             self.notes.append(f"{self.where} has {' and '.join(present)}: using {present[0]}, as transformers does")
         if present[0] == _SINGLE:
@@ -306,8 +306,8 @@ class HfWeights(Weights):
                 torch.equal(head[part].nan_to_num(), table[part].nan_to_num()) for part in parts):
             raise UserError(f"{HEAD} differs from the embedding {self._table}, although config.json ties them",
                             where=str(self.where),
-                            instead='"tie_word_embeddings": false in config.json, if the stored head is the right '
-                                    f"one; or weights without {HEAD}")
+                            instead='set "tie_word_embeddings": false in config.json if the stored head is right, '
+                                    f"or use weights without {HEAD}")
 
     def _reject_unknown_tensors(self) -> None:
         """Raise an error for an unknown tensor: the model differs from config.json."""

@@ -131,7 +131,7 @@ def _discards_run_dir(plan: LaunchPlan, options: Options) -> bool:
 
 
 def _dry_check(plan: LaunchPlan, options: Options) -> int:
-    """Run the command's own check, as a start would, and return its exit code."""
+    """Run the command's own check, as a real run would, and return the exit code."""
     if options.no_check or plan.is_existing_rank:
         return 0
     checked = _check(plan)

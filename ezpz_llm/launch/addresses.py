@@ -112,11 +112,11 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
     Args:
         key: secret that is unique to this launch; the port is derived from it. On rank 0's node, the port is
             bound once to check that it is free.
-        address, port: MASTER_ADDR and MASTER_PORT of the user, which are used unchanged.
+        address, port: the user's MASTER_ADDR and MASTER_PORT, used unchanged.
 
     Raises:
-        UserError: the interface does not exist here, the name is the loopback address on every node, the port is in
-            use, or no rank can connect to `address`.
+        UserError: the interface does not exist here, the address of several nodes is the loopback address, the port
+            is in use, or no rank can connect to `address`.
     """
     on_first_node = find_local_node(hosts) == 0
     if interface and on_first_node:
@@ -160,7 +160,7 @@ def _check_users_address(address: str, hosts: Sequence[str], on_first_node: bool
                         instead="unset MASTER_ADDR: launch sets it")
     if resolved:
         return ()
-    return (f"MASTER_ADDR={address} does not resolve on {hostname}: the ranks' nodes must know it",)
+    return (f"MASTER_ADDR={address} does not resolve on {hostname}; it must resolve on the ranks' nodes",)
 
 
 def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
@@ -178,16 +178,17 @@ def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
         address = address_towards(peer)
         if address and not is_loopback(address):
             return address, f"{reason}; this is the address from which it reaches {peer}"
-    raise UserError(f"{reason}, and there is no route to {hosts[1]} that shows another address",
+    raise UserError(f"{reason}, and no other address of this node has a route to {hosts[1]}",
                     where=f"the first of {len(hosts)} nodes",
-                    instead="--interface NAME, with the network that connects the nodes, or set MASTER_ADDR")
+                    instead="pass --interface NAME for the network that connects the nodes, or set MASTER_ADDR")
 
 
 def _address_of_first_node(hosts: Sequence[str], suffix: str | None) -> tuple[str, str, tuple[str, ...]]:
     name = hosts[0] if not suffix else first_label(hosts[0]) + suffix
     source = "the first node" if not suffix else f"the first node, with the site's {suffix}"
     if resolve(name) is None:
-        return name, source, (f"{name} does not resolve on {socket.gethostname()}: the ranks' nodes must know it",)
+        return name, source, (f"{name} does not resolve on {socket.gethostname()}; it must resolve on the ranks' "
+                              "nodes",)
     _reject_loopback(name, hosts, source)
     return name, source, ()
 
@@ -200,8 +201,8 @@ def _reject_loopback(name: str, hosts: Sequence[str], where: str) -> None:
 
 def _loopback_error(name: str, address: str, hosts: Sequence[str], where: str) -> UserError:
     return UserError(f"{name} is {address} here: ranks on {hosts[1]} would look for rank 0 on their own node",
-                     where=where, instead="MASTER_ADDR with an address of the first node that the others can reach,"
-                                          " or --interface NAME on that node")
+                     where=where, instead="set MASTER_ADDR to an address of the first node that the others can "
+                                          "reach, or pass --interface NAME on that node")
 
 
 def _choose_port(address: str, key: str, user_port: str | None, on_first_node: bool, host: str) -> tuple[int, str]:
@@ -249,7 +250,7 @@ def _look_up(name: str, flags: int = 0) -> list[tuple[Any, ...]]:
 
 
 def address_towards(peer: str) -> str | None:
-    """Return the local address from which packets to `peer` leave, or None without a route; send nothing."""
+    """Return the local address from which packets to `peer` would leave, or None if there is no route."""
     target = resolve(peer)
     if target is None:
         return None
@@ -334,7 +335,7 @@ def interface_address(names: str, where: str) -> tuple[str, str]:
     present = [name for name in names.split(",") if name.strip() in interfaces]
     problem = f"interface {present[0]} has no IPv4 address" if present else f"no interface {names!r}"
     raise UserError(f"{problem} on {socket.gethostname()}, which has {format_interfaces(interfaces)}", where=where,
-                    instead="--interface NAME, with one of these")
+                    instead="pass one of these: --interface NAME")
 
 
 def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
@@ -348,13 +349,13 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
         return
     interfaces = list_interfaces()
     if missing := missing_interface(variable, names, interfaces):
-        raise UserError(f"rank {rank} is to use interface {missing}, which {socket.gethostname()} does not have; "
-                        f"it has {format_interfaces(interfaces)}", where=f"{variable}={names}",
-                        instead="--interface NAME, with an interface that every node has, or no --interface")
+        raise UserError(f"rank {rank} must use interface {missing}, but {socket.gethostname()} has only "
+                        f"{format_interfaces(interfaces)}", where=f"{variable}={names}",
+                        instead="pass an interface that every node has (--interface NAME), or omit --interface")
 
 
 def missing_interface(variable: str, wanted: str, own: Collection[str]) -> str:
-    """Return gloo's first name, or NCCL's whole `wanted`, that matches no interface in `own`; else "".
+    """Return what matches no interface in `own`: gloo's first such name, or all of `wanted` for NCCL; else "".
 
     Args:
         variable: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; each has its own syntax.
@@ -384,7 +385,7 @@ _LISTENING = "0A"
 
 
 def derived_ports(key: str) -> Iterator[int]:
-    """Yield the ports to try for `key`, always in the same order; another key most likely gives other ports."""
+    """Yield the ports to try for `key`, always in the same order; a different key most likely yields others."""
     span = _LAST_PORT - _FIRST_PORT + 1
     for step in range(_TRIES):
         yield _FIRST_PORT + (zlib.crc32(os.fsencode(key)) + step) % span
@@ -400,11 +401,12 @@ def free_port(address: str, key: str) -> int:
         error_number = bind_error(address, port)
         if error_number == errno.EADDRNOTAVAIL:
             raise UserError(f"{address} is not an address of {socket.gethostname()}, where rank 0 listens",
-                            where="MASTER_ADDR", instead="--interface NAME, with an interface of this node")
+                            where="MASTER_ADDR", instead="pass an interface of this node: --interface NAME")
         if error_number == 0:
             return port
-    raise UserError(f"no free port among {_TRIES} from {next(derived_ports(key))} on {address}; the first: "
-                    f"{describe_port_holder(next(derived_ports(key)))}", where="MASTER_PORT",
+    first = next(derived_ports(key))
+    raise UserError(f"none of the {_TRIES} ports from {first} is free on {address}; port {first}: "
+                    f"{describe_port_holder(first)}", where="MASTER_PORT",
                     instead="set MASTER_PORT yourself")
 
 
@@ -427,15 +429,15 @@ def bind_error(address: str, port: int) -> int:
 
 
 def describe_port_holder(port: int) -> str:
-    """Return the process that listens on `port` here, as text: `pid 41 (python3 x.py) of user ann`."""
+    """Return the process that listens on `port` here, as text: `pid 41 (python3 x.py), owned by ann`."""
     uids = {inode: uid for name in ("tcp", "tcp6") for inode, uid in _listeners(_PROC / "net" / name, port)}
     if not uids:
         return "no process listens on it now; a process bound it without listening, or has closed it"
     pid = _owner({f"socket:[{inode}]" for inode in uids})
     users = " and ".join(sorted({_user(uid) for uid in uids.values()}))
     if pid is None:
-        return f"a process of user {users} that is not visible from here"
-    return f"pid {pid} ({command_line(pid)[:200] or 'no command line'}) of user {users}"
+        return f"a process owned by {users}, which is not visible from here"
+    return f"pid {pid} ({command_line(pid)[:200] or 'no command line'}), owned by {users}"
 
 
 def _listeners(table: Path, port: int) -> Iterator[tuple[str, int]]:

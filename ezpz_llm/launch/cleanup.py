@@ -47,7 +47,7 @@ def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], b
     """Kill the remaining processes of a run on this node, and all their descendants.
 
     Args:
-        chosen: returns True for each process with the run's marker that is to be killed.
+        chosen: returns True for each process with the run's marker that should be killed.
         roots: further processes whose descendants are killed even if they carry no marker.
 
     Returns:

@@ -47,7 +47,8 @@ def choose_container(wanted: str | None, site: Site, launcher: str, run_dir: Pat
         variables: names of the variables that launch sets; a container's own values must not replace them.
 
     Raises:
-        UserError: the runtime or the image is missing, or the runtime requires another launcher or another srun.
+        UserError: the runtime or the image is missing, or the runtime requires another launcher, or an option that
+            srun lacks.
     """
     site_container = site.job.container
     image = wanted or site_container.image

@@ -81,12 +81,12 @@ def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation:
 
 
 def rank_settings() -> dict[str, Setting]:
-    """Return the variable that passes the names of plug-in launchers' rank variables to the ranks."""
+    """Return the variable that tells ranks in which variables step launchers pass rank numbers."""
     return {name: Setting(value, "the step launchers of other packages") for name, value in rank_names().items()}
 
 
 def terminal_settings(options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the variable with the width of the terminal that shows rank 0's output, and permission to use color.
+    """Return the variable that holds the width of rank 0's terminal and whether rank 0 may use color.
 
     If output goes to a file or to a terminal that cannot redraw lines, an inherited value is replaced with an empty
     one. See https://no-color.org.
@@ -95,7 +95,7 @@ def terminal_settings(options: Options, env: Mapping[str, str]) -> dict[str, Set
     if not is_live and TERMINAL_VARIABLE not in env:
         return {}
     value = f"{shutil.get_terminal_size().columns}{'' if env.get('NO_COLOR') else IN_COLOR}" if is_live else ""
-    return {TERMINAL_VARIABLE: Setting(value, "the terminal of launch")}
+    return {TERMINAL_VARIABLE: Setting(value, "the terminal in which launch runs")}
 
 
 def python_settings(env: Mapping[str, str]) -> dict[str, Setting]:
@@ -108,7 +108,8 @@ def python_settings(env: Mapping[str, str]) -> dict[str, Setting]:
 def extension_settings(env: Mapping[str, str]) -> dict[str, Setting]:
     """Return the variable for the directory where torch compiles extensions, such as DeepSpeed's ops.
 
-    Each Python environment has its own directory in the cache. launch searches it for locks of killed builds.
+    Each Python environment has its own directory in the cache. launch searches that directory for locks left by
+    killed builds.
     """
     if env.get(EXTENSIONS_VARIABLE):
         return {}
@@ -149,7 +150,7 @@ def interface_settings(interface: str | None, source: str, env: Mapping[str, str
 
 def binding_settings(binding: Binding, mask: tuple[str, ...], site: Site,
                      env: Mapping[str, str]) -> dict[str, Setting]:
-    """Return variables for the number of OpenMP threads, the cores that the shim binds, and the visible devices.
+    """Return variables for the number of OpenMP threads, the cores of each rank (for the shim), and its devices.
 
     Args:
         mask: devices in the site's order; empty for the default order.

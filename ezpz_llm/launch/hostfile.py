@@ -81,7 +81,7 @@ def parse(text: str, where: str) -> tuple[Node, ...]:
     if len(first) > MAX_NODES:
         raise UserError(f"the hostfile lists {len(first):,} nodes", where=where, instead=f"at most {MAX_NODES:,}")
     if not names:
-        raise UserError("the hostfile lists no node", where=where, instead=HOSTFILE_ACCEPTED)
+        raise UserError("the hostfile lists no nodes", where=where, instead=HOSTFILE_ACCEPTED)
     repeats, spelling = Counter(keys), dict(zip(reversed(keys), reversed(names), strict=True))
     return tuple(Node(spelling[key], slots=slots.get(key, repeats[key] if repeats[key] > 1 else None))
                  for key in repeats)

@@ -7,7 +7,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, product
 
-from ezpz_llm.base import MAX_CORES_PER_NODE, MAX_HOSTNAME_LENGTH, MAX_NODES, MAX_RANKS, UserError, group_by_key
+from ezpz_llm.base import (
+    MAX_CORES_PER_NODE,
+    MAX_HOSTNAME_LENGTH,
+    MAX_NODES,
+    MAX_RANKS,
+    UserError,
+    count_noun,
+    group_by_key,
+)
 
 _HOSTS_SHOWN = 8
 ACCEPTED = "a list such as nid[001-004,007],gpu01"
@@ -160,5 +168,6 @@ def fold_rank_places(hosts: Mapping[int, str]) -> str:
     by_node = list(group_by_key((host, rank) for rank, host in hosts.items()).items())
     groups = [f"{rank_ranges(ranks)} on {host}" for host, ranks in by_node[:_HOSTS_SHOWN]]
     if omitted := by_node[_HOSTS_SHOWN:]:
-        groups.append(f"{rank_ranges(rank for _, ranks in omitted for rank in ranks)} on {len(omitted)} more nodes")
+        groups.append(f"{rank_ranges(rank for _, ranks in omitted for rank in ranks)} on "
+                      f"{count_noun(len(omitted), 'more node')}")
     return ", ".join(groups)

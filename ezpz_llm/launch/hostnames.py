@@ -136,7 +136,7 @@ class Matches:
         return None not in self.places
 
     def notes(self, source: str, known_source: str) -> tuple[str, ...]:
-        """Return a note if domains differ."""
+        """Return a note if some names match only without their domains."""
         if not self.other_domains:
             return ()
         name, other_name = self.other_domains[0]

@@ -26,7 +26,7 @@ def require_master_address(address: str) -> None:
         raise UserError(f"MASTER_ADDR={address!r} has a port appended", where="environment",
                         instead=f"MASTER_ADDR={name} MASTER_PORT={match['port']}")
     raise UserError(f"MASTER_ADDR={address!r} is not a hostname or an address", where="environment",
-                    instead="a hostname or an address of rank 0's node, or unset MASTER_ADDR: launch sets it")
+                    instead="set it to a hostname or an address of rank 0's node, or unset it: launch sets it")
 
 
 def _is_valid(address: str) -> bool:
@@ -49,5 +49,5 @@ def require_master_port(port: str) -> int:
     number = whole_number(port)
     if not number or number > _LAST_PORT:
         raise UserError(f"MASTER_PORT={port!r} is not a port number", where="environment",
-                        instead=f"1 to {_LAST_PORT}, or unset MASTER_PORT: launch finds a free port")
+                        instead=f"set it to 1 to {_LAST_PORT}, or unset it: launch finds a free port")
     return number

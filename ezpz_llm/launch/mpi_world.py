@@ -1,7 +1,7 @@
 """Detection of ranks whose MPI library silently forms a world of size 1.
 
 This happens under srun's plug-in `none`, under torchrun, and under the launcher of another MPI. Some cases are
-detected before the start, in the program's file, the others in the libraries and variables of running ranks.
+detected in the program's file before it starts, the others in the libraries and variables of running ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def detect_mpi(program: str, env: Mapping[str, str]) -> tuple[str, bool] | None:
     """Detect MPI in a program file: a script that imports mpi4py, or an executable linked to an MPI library.
 
     Returns:
-        The evidence, and True for Open MPI; None without evidence.
+        The evidence, and True for Open MPI; None if there is no evidence.
     """
     path = shutil.which(program, path=env.get("PATH")) or program
     try:

@@ -23,12 +23,13 @@ def select_nodes(allocation: Allocation, nodes: int | None, hosts: str | None, h
     or the list defines the nodes. In a process that is already a rank, the options are ignored with a note.
 
     Raises:
-        UserError: a node is not in the allocation, there are fewer than `nodes`, or the file or list is invalid.
+        UserError: a node is not in the allocation, the allocation has fewer than `nodes` nodes, or the file or
+            list is invalid.
     """
     selections = [f"{option} {value}" for option, value in
                   (("--hostfile", hostfile), ("--hosts", hosts), ("--nodes", nodes)) if value is not None]
     if allocation.scheduler == local.STARTED:
-        note = f"ignoring {', '.join(selections)}: this process is a rank already"
+        note = f"ignoring {', '.join(selections)}: this process is already a rank"
         return allocation.with_notes(note) if selections else allocation
     if hostfile is not None:
         allocation = _select_by_file(allocation, hostfile)
@@ -65,7 +66,7 @@ def _select_by_list(allocation: Allocation, text: str, *, defines_nodes: bool) -
     except UserError as error:
         raise UserError(error.found, where=f"--hosts {text}", instead=ACCEPTED) from error
     if not names:
-        raise UserError("--hosts lists no node", where=f"--hosts {text!r}", instead=f"--hosts with {ACCEPTED}")
+        raise UserError("--hosts lists no nodes", where=f"--hosts {text!r}", instead=f"--hosts with {ACCEPTED}")
     source = f"--hosts {text}"
     listed_keys: set[str] = set()
     for key, name in zip(node_keys(names, source), names, strict=True):
@@ -82,7 +83,7 @@ def _select_by_list(allocation: Allocation, text: str, *, defines_nodes: bool) -
 
 
 def _find_nodes(allocation: Allocation, names: Sequence[str], source: str) -> tuple[list[Node], Allocation]:
-    """Return the allocation's nodes for `names`, and the allocation with a note if domains differ."""
+    """Return the nodes for `names`, and the allocation with a note if a name matches only without its domain."""
     hostnames = [host.name for host in allocation.hosts]
     matches = match_names(names, hostnames)
     unknown_nodes = [name for name, position in zip(names, matches.places, strict=True) if position is None]

@@ -265,7 +265,7 @@ _OPTIONS = (
     Option(("--dry-run",), "dry_run", "print the plan and check the command, without starting or writing anything"),
     Option(("--no-check",), "no_check", "with --dry-run: skip the command's own check"),
     Option(("--json",), "as_json", "with --dry-run: print the plan as JSON"),
-    Option(("--explain",), "explain", "print the plan and the explanation of the command's check, then run"),
+    Option(("--explain",), "explain", "print the plan and the output of the command's own check, then run"),
     Option(("--verbose",), "verbose", "print the launcher, the binding and the command, with the source of each"),
     Option(("--version",), "version", "print the version and exit"),
     Option(("-h", "--help"), "help", "print this help and exit"),
@@ -288,7 +288,7 @@ def parse(words: Sequence[str]) -> Options:
     if options.as_json and not options.dry_run:
         raise UserError("--json requires --dry-run", instead="launch --dry-run --json …")
     if options.no_check and not options.dry_run:
-        raise UserError("--no-check requires --dry-run: a start is always checked",
+        raise UserError("--no-check requires --dry-run: a real run is always checked",
                         instead="launch --dry-run --no-check …")
     return options
 
@@ -297,8 +297,9 @@ def help_text() -> str:
     """Return the text of `launch --help`."""
     return "\n".join([
         f"usage: {typed_name('launch')} [options] [--] COMMAND ARGUMENTS…", "",
-        wrap_paragraph("Start COMMAND on every rank of this allocation (Slurm, PBS, …), of a hostfile, or of this "
-                       "machine. Options of launch come first; all words from COMMAND on belong to COMMAND."), "",
+        wrap_paragraph("Start ranks of COMMAND on the nodes of this allocation (Slurm, PBS, …) or of a hostfile, "
+                       "or on this machine. Options of launch come first; all words from COMMAND on belong to "
+                       "COMMAND."), "",
         *option_lines(_OPTIONS), "",
         wrap_paragraph("Exit code: that of the first failing rank; 128 + signal number if a signal killed it; 124 "
                        "after a timeout; 3 if a rank cannot be started; 2 for a usage error."), "",
@@ -361,7 +362,7 @@ def _python_target(command: tuple[str, ...]) -> Target:
 
 
 def program_file(words: tuple[str, ...], target: Target) -> str:
-    """Return the script, executable or module name that the command `words` of `target` runs."""
+    """Return the script, executable or module name that `words` runs; `target` is parsed from `words`."""
     return words[len(words) - len(target.arguments) - 1]
 
 

@@ -47,7 +47,7 @@ def place_ranks(allocation: Allocation, devices: Devices, ranks: int | None, per
     exceeds their total, ranks are spread evenly.
 
     Args:
-        devices: visible devices, or those of the site.
+        devices: visible devices, or the site's.
         ranks: value of -n.
         per_host: value of --ppn.
 
@@ -126,7 +126,7 @@ def _check_slots(allocation: Allocation, counts: list[int]) -> None:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Node, cores and device of a rank; None for values that are not known before the start.
+    """Node, cores and device of a rank; None for values that are unknown before ranks start.
 
     Attributes:
         domains: NUMA domains of `cores`.

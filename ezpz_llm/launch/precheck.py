@@ -1,4 +1,4 @@
-"""Checks before the start: commands of this package report configuration errors before any rank runs.
+"""Pre-launch checks: commands of this package report configuration errors before any rank runs.
 
 launch always prints the standard error of a check, and its standard output with --explain or if the check fails.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, count_noun
 from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist, fold_counts, fold_hostnames
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 
@@ -37,7 +37,7 @@ class CheckReport:
     """Result of a training command's check: the one JSON object that `--check --json` prints.
 
     Attributes:
-        layout, precision: names. They and the batch are None if the run cannot start or is already complete.
+        layout, precision: names. They and the batch sizes are None if the run cannot start or is already complete.
         global_batch, micro_batch: batch sizes of a step in sequences.
         accumulation: number of micro-batches per step.
         explanation: every decision with its source, as `--check` without --json prints it.
@@ -67,7 +67,7 @@ def check_command(target: Target, command: tuple[str, ...], world_size: int, env
     Raises:
         UserError: the check cannot be run, or exceeds its time limit.
     """
-    # A launch that is started by a rank only executes its command, so there is nothing to check.
+    # If a rank runs `launch`, it only executes the given command, so there is nothing to check.
     if target.module in (None, "ezpz_llm.launch"):
         return CheckOutcome()
     env = {**env, **({PLACES_VARIABLE: format_places(places)} if places else {})}
@@ -81,7 +81,7 @@ def check_command(target: Target, command: tuple[str, ...], world_size: int, env
 
 
 def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *form: str, cwd: Path | None = None,
-              what: str = "the check before the start") -> subprocess.CompletedProcess[str]:
+              what: str = "the pre-launch check") -> subprocess.CompletedProcess[str]:
     """Run `command --check --world-size N`, which starts no rank and does not import torch.
 
     Args:
@@ -118,7 +118,8 @@ def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
     hosts, _, counts = text.rpartition(" ")
     names, ranks = expand_hostlist(hosts), expand_counts(counts)
     if len(names) != len(ranks):
-        raise UserError(f"{len(names)} nodes, but ranks per node for {len(ranks)}", where=PLACES_VARIABLE)
+        raise UserError(f"{count_noun(len(names), 'node')}, but {count_noun(len(ranks), 'rank count')}",
+                        where=PLACES_VARIABLE)
     return list(zip(names, ranks, strict=True))
 
 

@@ -351,7 +351,7 @@ def _by_signal(number: signal.Signals) -> Stop:
 
 def _stop_message(number: signal.Signals, *, is_saving: bool) -> str:
     """Return the message printed when a signal arrives."""
-    action = "stopping after this step, saving" if is_saving else "stopping all ranks with SIGTERM"
+    action = "saving and stopping after this step" if is_saving else "stopping all ranks with SIGTERM"
     again = "; press ^C again to stop now" if number == signal.SIGINT else ""
     return f"launch: {number.name}: {action} (within {SIGNALED_KILL_AFTER_S:.0f} s){again}"
 

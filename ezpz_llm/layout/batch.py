@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, count_noun
 
 SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
              "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}
@@ -53,8 +53,9 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
     if micro_batch is not None and accumulation is not None:
         return _batch_if_consistent(global_batch, micro_batch, accumulation, dp_size, where)
     if global_batch < dp_size:
-        raise UserError(f"a global batch of {global_batch} sequences cannot feed {dp_size} data-parallel ranks",
-                        where=where, instead=f"at least {dp_size} sequences, or at most {global_batch} ranks")
+        raise UserError(f"a global batch of {count_noun(global_batch, 'sequence')} cannot feed {dp_size} "
+                        "data-parallel ranks", where=where,
+                        instead=f"at least {dp_size} sequences, or at most {count_noun(global_batch, 'rank')}")
     if micro_batch is not None:
         _check_divides(global_batch, micro_batch, dp_size, "micro-batch", where)
         accumulation = global_batch // (micro_batch * dp_size)
@@ -75,14 +76,15 @@ def _batch_if_consistent(global_batch: int, micro_batch: int, accumulation: int,
     if product == global_batch:
         return Batch(global_batch, micro_batch, accumulation, dp_size)
     problem = (f"a global batch of {global_batch} is not micro-batch {micro_batch} x accumulation {accumulation} x "
-             f"{dp_size} data-parallel ranks = {product}")
+             f"{count_noun(dp_size, 'data-parallel rank')} = {product}")
     ranks, remainder = divmod(global_batch, micro_batch * accumulation)
     if remainder == 0 and dp_size == 1:
         # With a world size of 1, the program was almost certainly started without its launcher.
-        raise UserError(problem, where=where, instead=f"start {ranks} ranks (launch -n {ranks} …), or set only two "
-                                                      "of the three numbers")
+        raise UserError(problem, where=where,
+                        instead=f"start {count_noun(ranks, 'rank')} (launch -n {ranks} …), or set only two of the "
+                                "three numbers")
     raise UserError(problem, where=where,
-                    instead=f"a global batch of {product}, or set only two of the three numbers")
+                    instead=f"use a global batch of {product}, or set only two of the three numbers")
 
 
 def _check_divides(global_batch: int, factor: int, dp_size: int, name: str | None, where: str | None) -> None:
@@ -91,7 +93,7 @@ def _check_divides(global_batch: int, factor: int, dp_size: int, name: str | Non
         return
     below = global_batch - global_batch % unit
     near = " or ".join(str(value) for value in (below, below + unit) if value)
-    ranks = f"{dp_size} data-parallel ranks"
+    ranks = count_noun(dp_size, "data-parallel rank")
     product = f"{name} {factor} x {ranks} = {unit}" if name else ranks
     instead = f"a global batch of {near}"
     if name and global_batch % dp_size == 0:
@@ -100,5 +102,5 @@ def _check_divides(global_batch: int, factor: int, dp_size: int, name: str | Non
         smaller, larger = ([size for size in divisors if size < factor][-1:],
                            [size for size in divisors if size > factor][:1])
         instead += f", or {name} {' or '.join(map(str, smaller + larger))}"
-    raise UserError(f"a global batch of {global_batch} sequences is not a multiple of {product}", where=where,
-                    instead=instead)
+    raise UserError(f"a global batch of {count_noun(global_batch, 'sequence')} is not a multiple of {product}",
+                    where=where, instead=instead)

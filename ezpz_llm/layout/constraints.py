@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.layout.knobs import KNOBS, LayoutCheck, Problem, Repair, Rule, RuleResults
 from ezpz_llm.layout.layout import Layout
 
@@ -37,8 +37,8 @@ def check_world_size(case: LayoutCheck) -> RuleResults:
     layout = case.layout
     model_ranks = layout.tp * layout.pp * layout.sp
     if case.world_size % model_ranks:
-        yield Problem(f"{case.world_size} ranks cannot be divided into groups of tp {layout.tp} x pp {layout.pp} x "
-                      f"sp {layout.sp} = {model_ranks}", ("ranks", *_degrees_above_one(layout)),
+        yield Problem(f"{count_noun(case.world_size, 'rank')} cannot be divided into groups of tp {layout.tp} x "
+                      f"pp {layout.pp} x sp {layout.sp} = {model_ranks}", ("ranks", *_degrees_above_one(layout)),
                       ("ranks", "tp", "pp", "sp"))
 
 

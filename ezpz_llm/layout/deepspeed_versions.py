@@ -103,7 +103,7 @@ def _is_older_than(*release: int) -> bool:
 
 def _incorrect_version_error(problem: str, layout: Layout, fixed_in: str, layout_option: str) -> UserError:
     return UserError(f"deepspeed {installed('deepspeed')} {problem}", where=f"layout {layout.name}",
-                     instead=f"pip install 'deepspeed>={fixed_in},<0.20', or {layout_option}")
+                     instead=f"pip install 'deepspeed>={fixed_in},<0.20', or use {layout_option}")
 
 
 @functools.cache
@@ -123,6 +123,6 @@ def _missing_name_error(name: str, layout: Layout) -> UserError:
     version, supported = installed("deepspeed"), tested_range("deepspeed")
     if version is None:
         return UserError("deepspeed is not installed in this Python", where=sys.executable,
-                         instead=f"pip install '{supported}', or --ds-config ddp or fsdp2")
+                         instead=f"pip install '{supported}', or use --ds-config ddp or fsdp2")
     return UserError(f"deepspeed {version} has no {name}, which layout {layout.name} uses", where=sys.executable,
                      instead=f"pip install '{supported}', the range that ezpz_llm is tested with")

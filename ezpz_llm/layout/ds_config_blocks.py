@@ -67,14 +67,16 @@ def read_optimizer(block: Mapping[str, Any] | None, autos: Collection[str], conf
     where = f"optimizer in {config.path}"
     kind, params = block.get("type"), _read_params(block, where)
     if kind is None:
-        raise UserError("the optimizer has no type", where=where, instead='"type": "AdamW", or delete the block')
+        raise UserError("the optimizer has no type", where=where,
+                        instead='use "type": "AdamW", or delete the block')
     is_adam = str(kind).lower() == "adam"
     if not is_adam and str(kind).lower() != "adamw":
         raise UserError(f"the optimizer is {kind}; supported: AdamW", where=where,
-                        instead='"type": "AdamW", or delete the block')
+                        instead='use "type": "AdamW", or delete the block')
     if is_adam and params.get("adam_w_mode") is False:
         raise UserError("the optimizer is Adam with adam_w_mode false, which adds weight decay to the "
-                        "gradient; supported: AdamW", where=where, instead='"type": "AdamW", or delete adam_w_mode')
+                        "gradient; supported: AdamW", where=where,
+                        instead='use "type": "AdamW", or delete adam_w_mode')
     for name, value in params.items():
         _check_parameter(name, value, where)
     for name in ("lr", "eps", "weight_decay"):

@@ -51,7 +51,7 @@ def check_nvme_path(layout: Layout, path: str | None, source: str) -> tuple[str,
     """
     if not uses_nvme(layout) and path is not None:
         raise UserError(f"nvme_path is {path}, but layout {layout.name} offloads nothing to files", where=source,
-                        instead="--ds-config zero3_nvme, or remove nvme_path")
+                        instead="use --ds-config zero3_nvme, or remove nvme_path")
     if not uses_nvme(layout) or path is not None:
         return ()
     return ("offloaded state is stored in the run directory and removed at the end; pass --nvme-path DIR to use a "
@@ -92,7 +92,7 @@ def fill_defaults(zero: dict[str, Any], layout: Layout, model: ModelConfig | Non
 def _set_minimum(block: dict[str, Any], key: str, minimum: int, where: str, reason: str) -> None:
     """Set a missing value to the minimum, and reject a smaller one."""
     if block.setdefault(key, minimum) < minimum:
-        raise UserError(f"{key} is {block[key]:.0f} and must be at least {minimum}: {reason}", where=where,
+        raise UserError(f"{key} is {block[key]:.0f}, but must be at least {minimum}: {reason}", where=where,
                         instead="delete the key to use the computed value")
 
 

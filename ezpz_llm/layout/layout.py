@@ -96,7 +96,7 @@ class Layout:
 
     @classmethod
     def from_record(cls, record: Any, where: str) -> Layout:
-        """Read a record that `as_record` wrote, also in releases with fewer options.
+        """Read a record that `as_record` wrote, even in a release with fewer options.
 
         Raises:
             UserError: a field is missing, unknown, or has the wrong type.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
-from ezpz_llm.base import UserError, data_dir
+from ezpz_llm.base import UserError, count_noun, data_dir
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate
@@ -137,7 +137,7 @@ def legal_text(model: str, world_size: int, named: list[NamedLayout], grids: lis
     """Return the tables of named layouts and of legal degrees, and the reasons why layouts are not legal."""
     rows = [[entry.name, *_degree_cells(entry.degrees), *_memory_cells(entry.memory),
              _gigabytes(total(entry.memory_bf16, "device"))] for entry in named if entry.degrees is not None]
-    parts = [table(f"Named layouts for {model} on {world_size} ranks, GB per rank",
+    parts = [table(f"Named layouts for {model} on {count_noun(world_size, 'rank')}, GB per rank",
                    ("name", *_DEGREES, "parameters", "gradients", "optimizer", "cast", "device", "host", "files",
                     "bf16"), rows, rich=rich)]
     illegal = [entry for entry in named if entry.reason is not None]

@@ -110,7 +110,7 @@ def check_engine(name: str | None, layout: Layout, where: str) -> None:
     if layout.zero.stage == 0 and layout.pp == 1:
         degrees = "".join(f" --{key} {size}" for key, size in (("tp", layout.tp), ("sp", layout.sp)) if size > 1)
         raise UserError(f"DeepSpeed's stage 0 does not accumulate {name} gradients in fp32", where=where,
-                        instead=f"--ds-config ddp{degrees}, which does and also shards nothing, or "
+                        instead=f"--ds-config ddp{degrees}, which does so and also shards nothing, or "
                                 f"--precision {name}_autocast")
     reason = (": DeepSpeed's fp16 loss scale is not shared by all ranks"
               if engine == "deepspeed" and recipe.scales_loss else "")

@@ -40,7 +40,7 @@ from ezpz_llm.report.run_page import write_own_page
 from ezpz_llm.rundir import read_record
 
 PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
-"""Phases between steps, which step times exclude, with the heartbeat's phase for each."""
+"""Phases between steps, which are not part of step times, and the heartbeat phase for each."""
 LOG_EVERY = 10
 
 
@@ -130,7 +130,7 @@ class Run:
         if name not in PHASES_BETWEEN_STEPS:
             raise unknown_name_error("phase", name, (*PHASES, *PHASES_BETWEEN_STEPS), where="ezpz_llm.phase")
         self.heartbeat.beat(PHASES_BETWEEN_STEPS[name], self.step)
-        if not self.timeline.is_untouched:  # within a step, as "other" time of that step
+        if not self.timeline.is_untouched:  # inside a step, this time counts as "other"
             yield
             return
         with self.clock.span(name):
@@ -142,7 +142,7 @@ class Run:
         """See `ezpz_llm.record`."""
         if step <= self.step:
             raise UserError(f"step {step} is recorded after step {self.step}", where="ezpz_llm.record",
-                            instead="increasing steps, from 1 or from the step of the loaded checkpoint plus 1")
+                            instead="record steps in increasing order, from 1 or after the step of the checkpoint")
         if self.metrics is None:
             self.metrics = self._open()
         self.timeline.end_step(step - self.step)
@@ -243,7 +243,7 @@ def current(call: str) -> Run:
     """
     if not _CURRENT:
         raise UserError("there is no run in this process", where=f"ezpz_llm.{call}",
-                        instead="call ezpz_llm.setup() before it, and finish() after all steps")
+                        instead=f"call ezpz_llm.setup() before ezpz_llm.{call}(), and finish() after all steps")
     return _CURRENT[0]
 
 
@@ -262,7 +262,7 @@ def setup(*, device: str | None = None, run_dir: str | Path | None = None, name:
         device: "cuda", "xpu", "mps" or "cpu"; by default the best available.
         run_dir: run directory; by default launch's, or runs/NAME-STAMP.
         name: NAME in the default run directory; by default the script's name, or "notebook".
-        log_every: number of lines of metrics.jsonl that are reduced over ranks and written together.
+        log_every: number of recorded steps whose values are reduced across ranks and written together.
 
     Raises:
         UserError: for example because rank variables are invalid, the device is missing, or another run uses the
@@ -297,7 +297,7 @@ def phase(name: str) -> AbstractContextManager[None]:
 
     Args:
         name: "data", "forward", "backward" or "optimizer" within a step (a wrapped model times the last three
-            itself); "evaluation" or "checkpoints" between `record` and the next batch, which step times exclude.
+            itself); "evaluation" or "checkpoints" between `record` and the next batch, outside of step times.
 
     Raises:
         UserError: the name is unknown, or there is no run.
@@ -316,7 +316,7 @@ def record(step: int, *, loss: float | Tensor, tokens: int | None = None, lr: fl
         step: increasing number, from 1. If only every k-th step is recorded, times are means over k steps.
         loss: loss of this rank; the line has the mean over ranks.
         tokens: tokens of this rank in the step, or samples if there are no tokens. Throughput is summed over ranks.
-        lr, grad_norm: by default those of the wrapped model, if there is exactly one.
+        lr, grad_norm: by default the wrapped model's, if there is exactly one.
         figures: additional values of rank 0 for the line, such as val_loss.
 
     Raises:

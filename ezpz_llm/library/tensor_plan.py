@@ -71,7 +71,7 @@ def _check(model: nn.Module, plan: Mapping[str, str], styles: Mapping[str, str],
             continue
         module = model.get_submodule(name)
         if type(module) is not nn.Linear:
-            raise UserError(f"{name} is a {type(module).__name__}", where=_WHERE,
+            raise UserError(f"{name} has type {type(module).__name__}", where=_WHERE,
                             instead=f"{BY_OUTPUTS} and {BY_INPUTS} only for nn.Linear")
         if any(uses[parameter] > 1 for parameter in module.parameters()):
             raise UserError(f"the weight of {name} is tied to another layer", where=_WHERE,

@@ -135,7 +135,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Pa
     """Wrap a model and its optimizer in the layout of a ds_config. Collective.
 
     All ranks start with rank 0's weights. The optimizer keeps its groups, so learning rate schedules continue to
-    work; its parameters are replaced by those of the layout.
+    work; its parameters are replaced by the layout's.
 
     Args:
         model: any module, on any device.
@@ -239,7 +239,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                         instead="a model and an optimizer for each call of wrap")
     if optimizer.state:
         raise UserError("the optimizer has already taken a step", where=where,
-                        instead="wrap before the first step, and load_checkpoint to restore state")
+                        instead="call wrap before the first step, and load_checkpoint to restore state")
 
 
 def _broadcast_weights(model: nn.Module, dist: Dist) -> None:
@@ -266,7 +266,7 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
 
     Args:
         step: last finished step.
-        state: JSON values that the script needs to resume, such as the epoch; those of rank 0 are saved.
+        state: JSON values that the script needs to resume, such as the epoch; rank 0's values are saved.
 
     Returns:
         The checkpoint's folder.

@@ -68,9 +68,10 @@ class TiedEmbedding(nn.Embedding):
     """Embedding of V tokens in C dimensions.
 
     Attributes:
-        tied: True if the output head has the same weight. The head's dense gradient then comes in the same backward
-            pass, so on CPU the gradient of the lookup is sparse, and autograd adds it; a dense gradient would have
-            V rows of mostly zeros. (torch 2.13 adds the rows to a copy of the head's gradient, not in place.)
+        tied: True if the output head has the same weight. The backward pass then also computes the head's dense
+            gradient. On CPU, the lookup therefore returns a sparse gradient, which autograd adds to the dense one;
+            a dense gradient of the lookup would be mostly zeros. (torch 2.13 adds the rows to a copy of the head's
+            gradient, not in place.)
     """
 
     tied = False

@@ -1,7 +1,7 @@
 """GPT model for GPT-2 and Llama shapes, with the module names of Hugging Face's GPT-2.
 
 Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D head dimension, V padded vocabulary size;
-C_q = H D is the width of all queries, C_kv = H_kv D that of all keys or values.
+C_q = H D is the width of all queries, and C_kv = H_kv D the width of all keys or values.
 
 The model is independent of ranks, precision and engines. Other modules adapt it by autocast, or by replacing
 submodules according to the table in parameters.py. They rely on three conventions:

@@ -30,8 +30,8 @@ from ezpz_llm.model.parameters import (
 )
 
 TILE = (64, 512)
-"""Rows and columns per generator. Creating a generator takes 20 us, drawing its 32,768 values 250 us. In the usual
-models, shards over 64 data-parallel or 8 tensor-parallel ranks are multiples of a tile."""
+"""Rows and columns per generator. Creating a generator takes 20 us, drawing its 32,768 values 250 us. For common
+model widths, shards across 64 data-parallel or 8 tensor-parallel ranks are multiples of a tile."""
 
 _AT_ONCE = 1 << 20
 """Approximate number of elements that `fill` draws at once; a rank needs memory for them besides its own part."""
@@ -49,13 +49,13 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
         model: a GPT, or a rank's part of one; see `ezpz_llm.model.parameters`.
 
     Raises:
-        UserError: a parameter is not in the table.
+        UserError: a parameter is not in the table in `ezpz_llm.model.parameters`.
     """
     load_values(model, initial_values(config, seed))
 
 
 def load_values(model: nn.Module, values: Values) -> None:
-    """Set every parameter of a model, or of a rank's part of one."""
+    """Set every parameter of a model, or of a rank's part of one, from `values`."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fill(parameter.view(-1), placement_of(name, parameter), 0, values)
@@ -85,7 +85,7 @@ def fill(target: torch.Tensor, at: Placement, start: int, values: Values) -> Non
 
 
 def defer_values(model: nn.Module, values: Values) -> None:
-    """Store the values of a model on the meta device, for the engine that allocates its storage."""
+    """Attach `values` to a model on the meta device, for the engine that will allocate its parameters."""
     setattr(model, _ATTRIBUTE, values)
 
 
@@ -147,7 +147,7 @@ def initial_std(config: ModelConfig, name: str, fan_in: int) -> float:
 
     "gpt2": 0.02 (Radford et al. 2019). "llama": 0.02 for the embedding, fan_in^-1/2 for linear layers. In both, the
     two projections into the residual stream are divided by sqrt(2L), so that the scale of the sum of 2L projections
-    does not depend on depth; in "llama" they start from C^-1/2, even if their fan_in is the MLP's width.
+    does not depend on depth; in "llama" the divided value is n_embd^-1/2, even if the fan_in is the MLP's width.
     """
     rule, is_llama = parameter_named(name).initial, config.init == "llama"
     if rule == "residual":

@@ -1,6 +1,6 @@
 """Partition of a model's blocks into pipeline stages (imports no torch).
 
-Symbols: C_q width of all queries, L layers, T context length, V vocabulary size.
+Symbols: C_q is the total width of all queries, T the context length.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ class MetricsLog:
 
         Args:
             observe: called with each line on every rank before it is written, and may add to it. Losses and norms
-                are equal on all ranks; times are those of the rank.
+                are equal on all ranks; times are the rank's own.
 
         Raises:
             ValueError: the timeline did not time exactly the recorded steps.

@@ -2,7 +2,7 @@
 
 Each measured backend has a table in this folder (docs/evidence/traffic.md). The measurements used one rank per node
 and one link per rank, whose counters give the traffic of a call by kind, buffer size, and number of ranks. Buffer
-sizes are those of the whole buffer: the data that is reduced, gathered, scattered, or sent.
+sizes refer to the whole buffer: the data that is reduced, gathered, scattered, or sent.
 """
 
 from __future__ import annotations

@@ -51,9 +51,13 @@ class _Inside:
 class RunDir:
     """Directory of a run.
 
-    `run.json` is the run's record, `metrics.jsonl` has one object per training step, `logs/` one file per rank,
-    `errors/` one record per failed rank, `heartbeat/` one report per node (or one file per rank if the node
-    has no agent), `control/` orders to the node agents, `stacks/` stack traces of ranks.
+    - `run.json`: the run's record
+    - `metrics.jsonl`: one object per training step
+    - `logs/`: one file per rank
+    - `errors/`: one record per failed rank
+    - `heartbeat/`: one report per node, or one file per rank if the node has no agent
+    - `control/`: orders to the node agents
+    - `stacks/`: stack traces of ranks
     """
 
     path: Path
@@ -82,7 +86,7 @@ class RunDir:
     """Standard error of the launcher and of rank 0."""
     post_mortem = _Inside("postmortem.txt")
     tokenizer = _Inside("tokenizer")
-    """Copy of the tokenizer's files, if it belongs to another library."""
+    """Copy of the tokenizer's files, if the tokenizer comes from another library."""
 
     def __post_init__(self) -> None:
         if not is_one_line(str(self.path)):
@@ -137,7 +141,7 @@ class RunDir:
                             where=str(self.path), instead="the directory of a run")
 
     def claim(self) -> bool:
-        """Create a directory with a default name, which no other run may use.
+        """Create this directory exclusively, so that no other run can use its default name.
 
         Return False if another run created it in the same second. Ignores other errors; `create` will raise them.
         """
@@ -182,14 +186,14 @@ def default_run_dir(name: str, parent: Path | None = None, now: float | None = N
 
 
 _MODE = 0o644
-"""Mode of new files, before the umask: other users never write the records."""
+"""Mode of new files, before the umask: other users may never write the records."""
 
 
 def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Replace `path` with `content` atomically: readers see the old or the new file, never part of it.
 
     Raises:
-        OSError: nothing was changed; a full disk leaves the old file intact.
+        OSError: the file cannot be written, for example on a full disk; an old file is unchanged.
     """
     content = content.encode() if isinstance(content, str) else content
     parts = [content] if isinstance(content, bytes) else content
@@ -244,7 +248,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Raises as `untrusted_input.open_regular`."""
+    """Return the SHA-256 of a file in hexadecimal. Raises the errors of `untrusted_input.open_regular`."""
     digest = hashlib.sha256()
     with untrusted_input.open_regular(path) as file:
         while chunk := file.read(1 << 24):
@@ -266,7 +270,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
     """Append each value as a line of JSON, in a single write, so that several writers do not mix their lines.
 
     Raises:
-        OSError: nothing was appended, for example on a full disk.
+        OSError: the write failed, for example on a full disk; nothing was appended.
     """
     lines = "".join(f"{json.dumps(value, default=str)}\n" for value in values).encode()
     handle = private_opener(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -296,7 +300,7 @@ def read_layout(path: Path) -> dict[str, Any] | None:
     """Return the content of layout.json, or None if it does not exist.
 
     Raises:
-        UserError: as `read_json`, or a value has the wrong type.
+        UserError: the file is damaged or cannot be read, or a value has the wrong type.
     """
     stored = read_json(path)
     return None if stored is None else as_type(Resolved, stored, str(path))
@@ -306,7 +310,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file. Yields nothing if it is missing; skips a truncated last line.
 
     Raises:
-        UserError: another line is damaged.
+        UserError: any other line is damaged.
     """
     try:
         yield from untrusted_input.read_json_lines(path)
@@ -328,7 +332,7 @@ def remove_incomplete_checkpoints(checkpoints: Path) -> None:
 
 
 _LOCK_WITHIN_S, _LOCK_POLL_S = 1.0, 0.01
-_OTHER = "another run directory, or remove the file"
+_OTHER = "use another run directory, or remove the file"
 
 
 def read_record(run_dir: RunDir) -> dict[str, Any]:
@@ -350,7 +354,7 @@ def read_own_record(run_dir: RunDir) -> dict[str, Any] | None:
     """Return a run's record, or None if it is missing or another user may have written it.
 
     Raises:
-        UserError: as `read_record`.
+        UserError: the file cannot be read, or is not a run record.
     """
     try:
         content = read_own(run_dir.record)
@@ -374,8 +378,8 @@ def _as_record(stored: Any, run_dir: RunDir) -> dict[str, Any]:
 def update_record(run_dir: RunDir, **members: Any) -> None:
     """Set top-level members of run.json. Secrets are redacted.
 
-    Locks the run directory: launch writes before and after the ranks, rank 0 in between, and submit may still be
-    writing when its job starts.
+    Locks the run directory: launch writes before the ranks start and after they end, rank 0 in between, and submit
+    may still be writing when its job starts.
     """
     with locked(run_dir.path, _LOCK_WITHIN_S):
         write_json(run_dir.record, {**read_record(run_dir), **without_secrets(members, os.environ)})

@@ -1,4 +1,4 @@
-"""Writes of metrics, the record, plots and profiles, whose failure does not stop training.
+"""Writer of metrics, the record, plots and profiles; a failed write does not stop training.
 
 If a file cannot be written (a full disk, a removed directory, a file system that fails for a minute), one warning
 is printed. The content is kept in memory, and a thread retries the write.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.rundir.files import RunDir, append_lines, json_text, update_record, write_atomic
 
 MAX_WAITING = 100_000
@@ -51,8 +51,8 @@ class _Write:
 class SideFiles:
     """Writer of files that training does not depend on.
 
-    The caller writes directly unless writes to the path are pending. A thread retries failed writes, so that no
-    step waits for them. `close` retries a last time.
+    A write happens at once in the calling thread, unless earlier writes to the path are pending. A thread retries
+    failed writes, so that no step waits for them. `close` retries one last time.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None, first_retry_s: float = FIRST_RETRY_S) -> None:
@@ -105,7 +105,7 @@ class SideFiles:
             return [value for job in pending.jobs for value in job.values] if pending else []
 
     def close(self) -> list[str]:
-        """Retry pending writes a last time. Return messages about lost content."""
+        """Retry pending writes one last time. Return messages about lost content."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_END_WITHIN_S)
@@ -144,7 +144,7 @@ class SideFiles:
             pause = self._first_retry_s if self._retry() else min(2 * pause, LONGEST_RETRY_S)
 
     def _retry(self) -> bool:
-        """Retry each path's writes in order. Return True if none is pending any more."""
+        """Retry each path's writes in order. Return True if no writes are pending."""
         for path, pending in list(self._waiting.items()):
             while pending.jobs:
                 try:
@@ -188,7 +188,7 @@ def ignore_print_errors() -> None:
 
 
 def _describe(path: Path, count: int) -> str:
-    return f"{count} lines of {path}" if path.suffix == ".jsonl" else str(path)
+    return f"{count_noun(count, 'line')} of {path}" if path.suffix == ".jsonl" else str(path)
 
 
 def _reason(error: Exception) -> str:

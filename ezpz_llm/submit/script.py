@@ -1,4 +1,4 @@
-"""Text of a job script (a template of `jobs/`, filled in), and its submission to the scheduler."""
+"""Text of a job script (a filled-in template from `jobs/`), and its submission to the scheduler."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def request_lines(own: Sequence[str], of_site: Sequence[str], values: dict[str, 
                   subjects: Callable[[str], set[str]], site: str) -> list[str]:
     """Return submit's directives, then the site's, with `values` in place of {names}.
 
-    Leaves out submit's directives with the same subject as one of the site, and those for {account}, {queue} or
-    {reservation} if one of the site's directives sets it.
+    Omits a directive of submit if one of the site's directives has the same subject, or sets the same {account},
+    {queue} or {reservation}.
 
     Raises:
         UserError: the site's directives need a value that was not given.
@@ -100,7 +100,7 @@ _TIMEOUT_S = 120
 
 
 class RejectedError(UserError):
-    """The scheduler has certainly not queued the job."""
+    """The scheduler definitely did not queue the job."""
 
 
 def queue_chain(scheduler: BatchScheduler, script: Path, count: int, env: Mapping[str, str]) -> Iterator[str]:
@@ -108,7 +108,7 @@ def queue_chain(scheduler: BatchScheduler, script: Path, count: int, env: Mappin
 
     Raises:
         RejectedError: the scheduler rejects a job.
-        UserError: the scheduler does not answer, or prints no job id, so that the job may be queued.
+        UserError: the scheduler does not answer, or does not print one job id; the job may be queued.
     """
     after: str | None = None
     for number in range(1, count + 1):
@@ -133,16 +133,17 @@ def _queue(scheduler: BatchScheduler, command: list[str], number: int, env: Mapp
     if result.returncode:
         print(result.stdout, end="", file=sys.stderr, flush=True)
         option = scheduler.hint(result.stderr + result.stdout)
-        change = f"another {option}, or edit the script and" if option else "edit the script and"
+        change = f"use another {option}, or edit" if option else "edit"
         # The script's path is left out: submit removes the run directory of a job that was never queued.
         raise RejectedError(f"{program} rejected the job with code {result.returncode}{earlier}",
                            where=shlex.join(command[:-1]), exit_code=1,
-                           instead=f"{change} `{program}` it yourself: ezpz-llm submit --dry-run prints it")
+                           instead=f"{change} the script (ezpz-llm submit --dry-run prints it) and submit it with "
+                                   f"{program}")
     # A site's wrapper may print more than the id.
     ids = [job for line in result.stdout.splitlines() if (job := scheduler.job_id(line.strip()))]
     if len(ids) != 1:
-        raise UserError(f"{program} printed no job id: {result.stdout!r}{earlier}", where=command[-1], exit_code=1,
-                        instead="check whether the job is queued")
+        raise UserError(f"{program} did not print exactly one job id: {result.stdout!r}{earlier}",
+                        where=command[-1], exit_code=1, instead="check whether the job is queued")
     return ids[0]
 
 

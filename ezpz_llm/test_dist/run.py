@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ezpz_llm.base import count_noun
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
 from ezpz_llm.dist.seeds import seed_for
@@ -68,8 +69,8 @@ def description(dist: Dist, resolved: Resolved, environment: dict[str, Any],
                    f"{environment['threads']} threads per rank"),
         ("backend", dist.backend or "none (one rank)"),
         ("layout", f"{resolved.layout.name}, {resolved.precision}"),
-        ("batch", f"{batch.global_batch} samples ({batch.micro_batch} per rank x {batch.accumulation} micro-steps "
-                  f"x {batch.dp_size} ranks)"),
+        ("batch", f"{count_noun(batch.global_batch, 'sample')} ({batch.micro_batch} per rank x "
+                  f"{count_noun(batch.accumulation, 'micro-step')} x {count_noun(batch.dp_size, 'rank')})"),
         ("model", f"MLP {'-'.join(map(str, WIDTHS))}"),
         ("versions", ", ".join(f"{name} {versions[name]}"
                                for name in ("python", "torch", "deepspeed", "mpi4py", "ezpz_llm"))),

@@ -30,7 +30,7 @@ def settings_by_source(plan: RunPlan) -> str:
 
 
 def effective_settings(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
-    """Return each setting's value and source; an unset value is that of the model, the layout or the plan."""
+    """Return each setting's value and source; an unset value comes from the model, the layout or the plan."""
     config, resolved = plan.config, plan.resolved
     layout, batch = resolved.layout, resolved.batch
     values = {name: (getattr(config, name), plan.sources[name]) for name in FIELDS}

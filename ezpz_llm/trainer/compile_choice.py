@@ -1,4 +1,4 @@
-"""Choice to compile a run's blocks, by the user or else by device and layout (imports no torch)."""
+"""Choice of whether to compile a run's blocks: the user's, or by device and layout (imports no torch)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose_compile(requested: bool | None, source: ValueSource, device: str | No
     graph_break = graph_break_reason(layout, dropout)
     if requested and layout.zero.stage == 3:
         instead = "--compile false" if layout.zero.offload_param or layout.zero.offload_optimizer or layout.tp > 1 \
-            else "--ds-config fsdp2, which shards as much and compiles, or --compile false"
+            else "--ds-config fsdp2, which shards as much and can be compiled, or --compile false"
         raise UserError(f"--compile true would make steps slower: {graph_break}",
                         where=f"compile ({source})", instead=instead)
     if requested is not None:
@@ -74,11 +74,11 @@ def check_compiler(device: str, source: ValueSource) -> None:
     if missing := _missing_compilers(device):
         raise UserError(f"torch.compile needs a compiler, and none of these is on PATH: {missing}",
                         where=f"compile ({source})",
-                        instead="install g++, load a module with a compiler, set CXX, or --compile false")
+                        instead="install g++, load a compiler module, set CXX, or pass --compile false")
 
 
 def _missing_compilers(device: str) -> str | None:
-    """Return the names of the usable compilers if none is on PATH; None if one is.
+    """Return the compilers that were searched for if none is on PATH; otherwise None.
 
     torch.compile builds its kernels with g++ (or $CXX) on CPUs; on GPUs Triton builds a module with a C compiler.
     """

@@ -53,7 +53,7 @@ class EarlyEnd:
         self._agreed_at, self._agree_after = time.monotonic(), 0
         # On the monotonic clock: setting the system clock must not change the time left.
         self._ends_at_monotonic = self._agreed_at + left
-        # None before the first agreement: a resumed run begins at any step.
+        # None before the first agreement, since a resumed run may begin at any step.
         self._agreed_after: int | None = None
         self._longest_gap_s = 0.0
 
@@ -61,7 +61,7 @@ class EarlyEnd:
         """Install handlers that end the run at a step boundary on SIGTERM, SIGUSR1 and Ctrl-C; they are never
         removed."""
         for number in SIGNALS:
-            # In a background job (`… &`) the shell sets SIGINT to ignored, since Ctrl-C is for the foreground.
+            # In a background job (`… &`) the shell ignores SIGINT, since Ctrl-C is meant for the foreground job.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle_signal)
         return self
@@ -72,7 +72,7 @@ class EarlyEnd:
         self._signal = number
         if number == signal.SIGINT and self._dist.is_main:
             # print() is not reentrant: this handler may have interrupted it.
-            os.write(2, b"\nstopping after this step, saving; press ^C again to stop now\n")
+            os.write(2, b"\nsaving and stopping after this step; press ^C again to stop now\n")
 
     def saved(self, seconds: float) -> None:
         """Record the seconds that the last checkpoint took, to reserve twice that time before the end."""
@@ -83,7 +83,7 @@ class EarlyEnd:
         self._agree_after, self._agreed_after = 0, None
 
     def agree(self, step: int, busy: bool = False) -> Agreed | None:
-        """Agree on ending after `step`. Collective.
+        """Agree on whether to end after `step`. Collective.
 
         Args:
             busy: this rank is still writing a checkpoint.
@@ -120,6 +120,6 @@ class EarlyEnd:
     def _must_end(self) -> bool:
         if self._ends_at is None:
             return False
-        # Until the next agreement, as much time may pass as in the longest gap so far, such as an evaluation.
+        # The next agreement may be as far away as the longest gap so far, for example because of an evaluation.
         reserved_s = _MIN_RESERVED_S + 2 * self._save_s + self._longest_gap_s
         return time.monotonic() + reserved_s > self._ends_at_monotonic

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from ezpz_llm.base import count_noun
 from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist
@@ -26,17 +27,17 @@ def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
     per_step = batch.global_batch * model.block_size
     micro_steps = f" x {batch.accumulation} micro-steps" if batch.accumulation > 1 else ""
     return align_rows([
-        ("model", f"{config.model}: {parameter_count(model):,} parameters ({model.n_layer} layers, {model.n_head} "
-                  f"heads, width {model.n_embd})"),
+        ("model", f"{config.model}: {parameter_count(model):,} parameters ({count_noun(model.n_layer, 'layer')}, "
+                  f"{count_noun(model.n_head, 'head')}, width {model.n_embd})"),
         ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']}: {tokens['train']} training tokens, "
                  f"{tokens['val']} validation tokens"),
         ("batch", f"{batch.global_batch} x {model.block_size} = {per_step:,} tokens per step "
-                  f"({batch.micro_batch} sequences per rank{micro_steps})"),
-        ("training", f"{config.steps} steps ({format_number(config.steps * per_step)} tokens), "
+                  f"({count_noun(batch.micro_batch, 'sequence')} per rank{micro_steps})"),
+        ("training", f"{count_noun(config.steps, 'step')} ({format_number(config.steps * per_step)} tokens), "
                      f"{OPTIMIZERS[plan.resolved.optimizer].printed}, peak learning rate {config.lr:.3g} "
                      f"({plan.sources['lr']})"),
         ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {precision_words(plan.resolved)}, on "
-                   f"{dist.world_size} {dist.device.type} {'rank' if dist.world_size == 1 else 'ranks'}"),
+                   f"{count_noun(dist.world_size, f'{dist.device.type} rank')}"),
         ("saves", checkpoint_rule(plan)),
     ], width)
 

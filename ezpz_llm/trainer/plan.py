@@ -170,7 +170,7 @@ def _with_min_lr(options: Options) -> Options:
     if forced is not None and config.min_lr != forced:
         if options.origin("min_lr") is Origin.COMMAND_LINE:
             raise UserError(f"schedule {config.schedule} ends at {forced:g}, not at {config.min_lr:g}",
-                            where="--min-lr", instead="--schedule cosine, linear or wsd, or omit --min-lr")
+                            where="--min-lr", instead="use --schedule cosine, linear or wsd, or omit --min-lr")
         return options.set(ValueSource(Origin.DERIVED, f"schedule {config.schedule}"), min_lr=forced)
     if config.min_lr is not None:
         return options
@@ -263,7 +263,7 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
                         "samples would change", where=str(folder),
                         instead="the same seed, or a new run without --resume")
     if data is not None and state["data"] != data:
-        raise UserError(f"the tokens of {config.corpus} are not those of the checkpoint: the training "
+        raise UserError(f"the tokens of {config.corpus} differ from the checkpoint's: the training "
                         "samples would change", where=str(folder),
                         instead="the text, tokenizer and validation split of the checkpoint's run, or a new run "
                                 "without --resume")
@@ -351,7 +351,7 @@ def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, So
 
 
 def with_tokenizer(options: Options) -> Options:
-    """Set the tokenizer to that of the initial weights, unless the user chose another one.
+    """Use the tokenizer of the initial weights, unless the user chose another one.
 
     Raises:
         UserError: the tokenizer of the weights is unknown or unsupported, or differs from the tokenizer of a preset

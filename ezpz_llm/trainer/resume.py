@@ -117,7 +117,7 @@ def _check_unchanged(given: Options, run: RunDir, record: dict[str, Any], step: 
                   f"{shorten_value(saved[name])}" for name in differing)
         raise UserError(f"the run is complete, step {step} of {step}, and {', '.join(values)}",
                         where=f"{run.path}; {', '.join(given.where(name) for name in differing)}",
-                        instead=f"--steps N with N above {step} to continue training, or omit "
+                        instead=f"pass --steps N with N above {step} to continue training, or omit "
                                 f"{', '.join(map(option_of, differing))}")
 
 

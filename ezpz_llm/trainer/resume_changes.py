@@ -20,7 +20,7 @@ _OTHER_SETTINGS = ("optimizer", "beta1", "beta2", "eps", "weight_decay", "grad_a
 
 
 def resume_warning(plan: RunPlan, step: int) -> str | None:
-    """Return a warning about changed training settings, with the options that restore them; None without changes.
+    """Return a warning about changed training settings, with the options that restore them; None if there are none.
 
     Args:
         step: step of the checkpoint.

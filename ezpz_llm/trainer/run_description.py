@@ -72,15 +72,16 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
         ("world", f"{count_noun(dist.world_size, 'rank')} ({dist.info.source}), {dist.device.type}{peak}, "
                   f"backend {dist.backend or 'none'}"),
         ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {plan.resolved.precision}"),
-        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens per step "
-                  f"({batch.micro_batch} per rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
-        ("model", f"{config.model}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
-                  f"{parameter_count(model):,} parameters"),
+        ("batch", f"{count_noun(batch.global_batch, 'sequence')} of {model.block_size} = {work.tokens} tokens "
+                  f"per step ({batch.micro_batch} per rank x {count_noun(batch.accumulation, 'micro-step')} x "
+                  f"{count_noun(batch.dp_size, 'rank')})"),
+        ("model", f"{config.model}: {count_noun(model.n_layer, 'layer')}, {count_noun(model.n_head, 'head')}, "
+                  f"{model.n_embd} wide, {parameter_count(model):,} parameters"),
         ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
                  f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
                  f"token frequencies alone give a loss of {data.unigram_entropy:.4f}"),
         ("optimizer", f"{OPTIMIZERS[plan.resolved.optimizer].printed}, lr {config.lr:g} to {config.min_lr:g} "
-                      f"({config.schedule}) over {config.steps} steps, "
+                      f"({config.schedule}) over {count_noun(config.steps, 'step')}, "
                       f"{config.warmup_steps} of warm-up, weight decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", describe_attention(plan, dist)),

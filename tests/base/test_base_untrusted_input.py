@@ -168,20 +168,20 @@ def test_object_is_converted_to_a_dataclass():
 
 
 @pytest.mark.parametrize(("value", "found"), [
-    ([], "this is a list, and must be an object"),
+    ([], "this is a list, but must be an object"),
     ({}, "count is missing"),
-    ({"count": True}, "count is true, and must be a whole number"),
-    ({"count": 1.5}, "count is 1.5, and must be a whole number"),
-    ({"count": 11}, "count is 11, and must be 0 to 10"),
+    ({"count": True}, "count is true, but must be a whole number"),
+    ({"count": 1.5}, "count is 1.5, but must be a whole number"),
+    ({"count": 11}, "count is 11, but must be 0 to 10"),
     ({"count": 10**5000}, "count is a number beyond 64 bits"),
     ({"count": 1, "cuont": 2}, "unknown key 'cuont'"),
-    ({"count": 1, "inner": {"name": None}}, "inner.name is null, and must be a string"),
+    ({"count": 1, "inner": {"name": None}}, "inner.name is null, but must be a string"),
     ({"count": 1, "inner": {"name": "x", "weight": 10**400}}, "inner.weight is a number beyond 64 bits"),
-    ({"count": 1, "many": {}}, "many is an object, and must be a list"),
+    ({"count": 1, "many": {}}, "many is an object, but must be a list"),
     ({"count": 1, "many": [{"name": "x"}, {"name": "\x1b[31m"}, 3]}, "many[2] is 3"),
-    ({"count": 1, "by_rank": {"x": 1}}, "by_rank.x is 'x', and must be a whole number as the key"),
-    ({"count": 1, "kind": "c"}, "kind is 'c', and must be 'a' or 'b'"),
-    ({"count": 1, "either": []}, "either is a list, and must be a whole number or a string"),
+    ({"count": 1, "by_rank": {"x": 1}}, "by_rank.x is 'x', but must be a whole number as the key"),
+    ({"count": 1, "kind": "c"}, "kind is 'c', but must be 'a' or 'b'"),
+    ({"count": 1, "either": []}, "either is a list, but must be a whole number or a string"),
     ({"count": "\x1b[31m" * 100}, "count is '\\x1b[31m"),
 ])
 def test_wrong_type_is_reported_with_its_key(value, found):

@@ -29,11 +29,12 @@ IN_THE_STEP = {
     "loss_averaged_twice": "likely: the loss is divided by the number of ranks (2) twice (gradients are 0.5 times",
     "accumulation_not_divided": "likely: gradients are summed, not averaged, over the 3 micro-batches",
     "clipped_before_reduction": "backward: gradient of back.bias differs",
-    "equal_masks": "random numbers: 8 steps end with the same random state on several ranks, so their dropout",
-    "sampler_not_advanced": "data: 16 micro-batches are repeated: on rank 0, micro-batch 1 equals micro-batch 0",
-    "epoch_not_set": "data: 12 micro-batches are repeated: on rank 0, micro-batch 40 equals micro-batch 0",
+    "equal_masks": "random numbers: 8 steps ended with the same random state on several ranks, so dropout",
+    "sampler_not_advanced":
+        "data: 16 repeats of an earlier micro-batch: on rank 0, micro-batch 1 equals micro-batch 0",
+    "epoch_not_set": "data: 12 repeats of an earlier micro-batch: on rank 0, micro-batch 40 equals micro-batch 0",
     "evaluation_that_changes_state":
-        "evaluation: 20 parts of the state were changed by an evaluation: the buffer seen",
+        "evaluation: 20 parts of the state changed in an evaluation: the buffer seen",
     "running_statistics_differ": "copies: the buffer 0.running_mean on ranks 0 and 1 is not bitwise equal",
 }
 OTHERS_IN_THE_STEP = {
@@ -271,7 +272,7 @@ def test_a_step_function_without_an_optimizer_step_gives_a_message(tmp_path: Pat
     code, output = command(tmp_path, "--target", f"{TARGETS}:no_step", "--layouts", "ddp", "--dtype", "fp32",
                            "--device", "cpu", "--run-dir", "run")
     assert code == 1
-    assert "the step function made no optimizer step after 3 micro-batches" in output
+    assert "the step function took no optimizer step after 3 micro-batches" in output
     assert "0 of 1 case passed" in output
 
 

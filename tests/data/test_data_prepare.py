@@ -170,7 +170,7 @@ def test_stdlib_by_default(cache: Path) -> None:
     assert opened.split("train")[:].max() <= 256
     shown = data("show", folder).stdout
     assert f"{facts['tokens'] - int(facts['tokens'] * 0.98):,} tokens" in shown
-    assert "shards match the manifest" in data("verify", folder).stdout
+    assert " against the manifest: " in data("verify", folder).stdout
     # The second call only returns the folder; `--check` writes nothing; a prepared folder is a corpus itself.
     stamp = (folder / "manifest.json").stat().st_mtime_ns
     again = data("prepare", "stdlib", "--check", "--world-size", 2)

@@ -248,7 +248,7 @@ def test_missing_interface_is_reported_before_the_rendezvous(alone):
         alone.setenv(name, value)
     with pytest.raises(UserError) as error:
         setup(device="cpu", timeout_s=2)
-    assert f"rank 1 is to use interface hsn9, which {socket.gethostname()} does not have" in str(error.value)
+    assert f"rank 1 must use interface hsn9, but {socket.gethostname()} has only " in str(error.value)
     assert "lo (127.0.0.1)" in str(error.value)
 
 
@@ -262,7 +262,7 @@ def test_two_run_directories(alone, tmp_path):
 
 def test_degrees_that_do_not_divide_the_world(alone):
     with (setup(device="cpu") as dist,
-          pytest.raises(UserError, match="tp 2 x pp 1 x sp 1 = 2 does not divide 1 ranks")):
+          pytest.raises(UserError, match="tp 2 x pp 1 x sp 1 = 2 does not divide 1 rank")):
         dist.arrange(tp=2)
 
 

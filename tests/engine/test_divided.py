@@ -1,4 +1,4 @@
-"""fsdp2, sequence parallelism and tiles compute the same as one process: jobs of two and four ranks."""
+"""fsdp2, sequence parallelism and tiles compute the same results as one process: jobs of two and four ranks."""
 
 from __future__ import annotations
 

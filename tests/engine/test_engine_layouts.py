@@ -1,4 +1,4 @@
-"""Every layout computes the same as one process: many tests of one job with two ranks."""
+"""Every layout computes the same results as one process: many tests of one job with two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload to CPU memory and files computes the same as one process: many tests of one job with two ranks."""
+"""Offload to CPU memory and files computes the same results as one process: many tests of a job with two ranks."""
 
 from __future__ import annotations
 
@@ -169,9 +169,9 @@ def write(folder: Path, **zero: object) -> str:
 
 
 @pytest.mark.parametrize(("zero", "message"), [
-    ({"offload_optimizer": {"buffer_count": 3}}, "buffer_count is 3 and must be at least 4"),
+    ({"offload_optimizer": {"buffer_count": 3}}, "buffer_count is 3, but must be at least 4"),
     ({"offload_optimizer": {"buffer_count": 8, "pipeline_read": True, "pipeline_write": True}}, "at least 12"),
-    ({"offload_param": {"buffer_count": 1}}, "buffer_count is 1 and must be at least 5"),
+    ({"offload_param": {"buffer_count": 1}}, "buffer_count is 1, but must be at least 5"),
     ({"offload_param": {"buffer_size": 1000}}, "buffer_size is 1000"),
     ({"offload_optimizer": {"fast_init": True}}, "fast_init"),
     ({"offload_optimizer": {"ratio": 0.5}}, "ratio"),

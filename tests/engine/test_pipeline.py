@@ -1,4 +1,4 @@
-"""Pipelines compute the same as one process, on balanced stages."""
+"""Pipelines compute the same results as one process, on balanced stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism computes the same as one process: many tests of jobs with two and four ranks."""
+"""Tensor parallelism computes the same results as one process: many tests of jobs with two and four ranks."""
 
 from __future__ import annotations
 

@@ -74,10 +74,10 @@ def test_each_cross_check_has_a_sentence():
 
 
 @pytest.mark.parametrize(("name", "text", "says"), [
-    ("host.json", '{"torch": "long"}', "torch is 'long', and must be a number"),
-    ("host.json", '[1]', "this is a list, and must be an object"),
-    ("host.json", '{"torch": -1}', "torch is -1, and must be 0 to"),
-    ("counterfactual-rank0000.json", '{"rank": 0, "real": 3, "stubbed": []}', "real is 3, and must be a list"),
+    ("host.json", '{"torch": "long"}', "torch is 'long', but must be a number"),
+    ("host.json", '[1]', "this is a list, but must be an object"),
+    ("host.json", '{"torch": -1}', "torch is -1, but must be 0 to"),
+    ("counterfactual-rank0000.json", '{"rank": 0, "real": 3, "stubbed": []}', "real is 3, but must be a list"),
     ("counterfactual-rank0000.json", '{"rank": 0, "real": []}', "stubbed is missing"),
 ])
 def test_wrong_types_are_reported_with_file_and_key(tmp_path: Path, name: str, text: str, says: str) -> None:

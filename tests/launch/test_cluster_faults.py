@@ -264,14 +264,14 @@ FAULTS = [
     *_under(_MPI, "a program without heartbeats is idle", f"--idle-timeout 3 {FAIL} sleep", 124,
             "launch: no sign of life for 3 s: rank … on …: before its first heartbeat"),
     *_under(("srun",), "MASTER_PORT is taken on another host", TEST_DIST, 2,
-            "error: rank 0 cannot listen on port 24680 of FIRST: Address already in use: pid … (…python…) of "
-            "user root",
+            "error: rank 0 cannot listen on port 24680 of FIRST: Address already in use: pid … (…python…), "
+            "owned by root",
             before=take_the_port, env=(("MASTER_PORT", str(_PORT)),)),
     *_under(("srun",), "MASTER_PORT is taken on this host", TEST_DIST, 2,
-            "error: MASTER_PORT=24680 cannot be used on FIRST: …: pid … (…python…) of user root",
+            "error: MASTER_PORT=24680 cannot be used on FIRST: …: pid … (…python…), owned by root",
             before=take_the_port, env=(("MASTER_PORT", str(_PORT)),), where="batch"),
     *_under(_MPI, "hosts lack the interface", TEST_DIST, 2,
-            "error: rank … is to use interface eth9, which … does not have; it has lo (127.0.0.1), eth0",
+            "error: rank … must use interface eth9, but … has only lo (127.0.0.1), eth0",
             env=(("GLOO_SOCKET_IFNAME", "eth9"),)),
     *_under(("mpiexec",), "this host lacks the interface", f"--interface eth9 {TEST_DIST}", 2,
             "error: no interface 'eth9' on FIRST, which has lo (127.0.0.1), eth0", where="batch"),

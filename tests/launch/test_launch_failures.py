@@ -376,7 +376,7 @@ def test_ranks_are_compared(tmp_path: Path) -> None:
     assert post_mortem.text.startswith("launch: rank 2 on n2 failed: a Python module is missing, on n2 only: exit")
     assert post_mortem.cause.startswith("rank 2 on n2: a Python module is missing, on n2 only: ")
     assert ("try: ranks 0-1 on n1 did not fail this way: compare PATH, the environment and the mounts of n2"
-            " with n1;" in post_mortem.text)
+            " with those of n1;" in post_mortem.text)
     # If one of a node's two ranks fails, the node is not singled out.
     assert " only" not in postmortem_of(_run(tmp_path / "one", lacks[:1]), _facts()).cause
 

@@ -63,6 +63,7 @@ def test_addresses_of_this_node_stay() -> None:
 def test_a_name_that_other_nodes_may_know_has_a_note() -> None:
     for hosts in (["n1", "n2"], ["n1"]):
         (note,) = find_rendezvous(hosts, "key", address="no-such-host.invalid").notes
-        assert note == f"MASTER_ADDR=no-such-host.invalid does not resolve on {HERE}: the ranks' nodes must know it"
+        assert note == (f"MASTER_ADDR=no-such-host.invalid does not resolve on {HERE}; it must resolve on the "
+                        "ranks' nodes")
     with pytest.raises(UserError, match=r"ranks on n2 would look for rank 0"):
         find_rendezvous(["n1", "n2"], "key", address="0.0.0.0")

@@ -77,7 +77,7 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
     (2, "n1", "--nodes 2, but the allocation has 1 node: n1"),
     (None, "n1,n1.example", "n1.example is listed twice"),
     (None, "n[1", "not a Slurm host list: 'n[1'"),
-    (None, " ", "--hosts lists no node"),
+    (None, " ", "--hosts lists no nodes"),
 ])
 def test_invalid_selections(nodes: int | None, hosts: str | None, found: str) -> None:
     with pytest.raises(UserError) as raised:
@@ -97,7 +97,7 @@ def test_a_rank_has_nothing_to_choose() -> None:
     rank = find_allocation(captured_env("mpi/env_mpich_rank2.txt"))
     selection = select_nodes(rank, 1, "n1", None)
     assert selection.hosts == rank.hosts
-    assert selection.notes[-1] == "ignoring --hosts n1, --nodes 1: this process is a rank already"
+    assert selection.notes[-1] == "ignoring --hosts n1, --nodes 1: this process is already a rank"
 
 
 def _plan(words: str, **env: str) -> LaunchPlan:

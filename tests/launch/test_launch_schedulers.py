@@ -256,7 +256,7 @@ def test_hostfile_must_exist_and_name_hosts(tmp_path: Path) -> None:
         hostfile.read(tmp_path / "missing")
     assert "host slots=N" in str(raised.value)
     (tmp_path / "empty").write_text("# nothing\n")
-    with pytest.raises(UserError, match="lists no node"):
+    with pytest.raises(UserError, match="lists no nodes"):
         hostfile.read(tmp_path / "empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8 text"):

@@ -135,8 +135,8 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     assert re.search(r"this is not JSON.*\n.*run\.json", refused())
     for text, found in (("[]", "is not a run record"),
                         ('{"launch": {"argv": []}}', "run.json has no launch record"),
-                        ('{"launch": {"argv": 3}}', "launch.argv is 3, and must be a list"),
-                        ('{"launch": "yes"}', "launch is 'yes', and must be an object")):
+                        ('{"launch": {"argv": 3}}', "launch.argv is 3, but must be a list"),
+                        ('{"launch": "yes"}', "launch is 'yes', but must be an object")):
         (tmp_path / "runs/a/run.json").write_text(text)
         assert found in refused("runs/a")
     (tmp_path / "runs/a/run.json").unlink()

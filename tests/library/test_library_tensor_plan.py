@@ -49,7 +49,7 @@ def test_each_rank_has_its_shard_in_the_same_parameter_objects() -> None:
 @pytest.mark.parametrize(("plan", "message"), [
     ({"layers.*": "colwise"}, "no layer of the model is in the plan"),
     ({**PLAN, "head": "sequence_parallel"}, "head has the unsupported style 'sequence_parallel'"),
-    ({**PLAN, "*.norm": "rowwise"}, "0.norm is a LayerNorm"),
+    ({**PLAN, "*.norm": "rowwise"}, "0.norm has type LayerNorm"),
     ({**PLAN, "tied": "colwise"}, "the weight of tied is tied to another"),
     ({**PLAN, "head": "colwise"}, "7 outputs of head cannot be divided over 2 ranks"),
     ({**PLAN, "dropped": "replicated"}, "dropped has dropout"),

@@ -162,8 +162,8 @@ def test_slow_tracker_does_not_block_and_failing_tracker_is_dropped(tmp_path, mo
     assert steady.steps == [1, 2, 3, 4, 5]
     assert (slow.ended, steady.ended) == (None, True)
     printed = capsys.readouterr().out
-    assert ("warning: wandb failed and receives no more metrics; metrics.jsonl has all of them: OSError: the disk "
-            "is full") in printed
+    assert ("warning: wandb failed (OSError: the disk is full) and receives no more metrics; metrics.jsonl has all "
+            "of them") in printed
 
 
 def test_times_and_values_of_a_flush():

@@ -134,7 +134,7 @@ def _read_only(place: Path) -> Iterator[None]:
 
 
 def _begun(server: Server, run_dir: Path, *words: str) -> Job:
-    """Start a run of two ranks, and wait until it has made some steps."""
+    """Start a run of two ranks, and wait until it has taken some steps."""
     job = server.start(2, [*RUN, *words], run_dir)
     metrics = RunDir(run_dir).metrics
     assert wait_for(lambda: metrics.exists() and '"step": 10,' in metrics.read_text(), job), job.output

@@ -253,8 +253,8 @@ def pbs_site(folder: Path) -> Path:
     ('echo "sbatch: error: invalid partition specified: nix" >&2\n'
      'echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2; exit 1', 1,
      ("sbatch: error: invalid partition specified: nix\n", "--queue", "code 1", "--dry-run prints it"), []),
-    ("exit 0", 1, ("no job id",), ["hostname"]),
-    ('echo "Submitted batch job"', 1, ("no job id", "Submitted batch job"), ["hostname"]),
+    ("exit 0", 1, ("not print exactly one job id",), ["hostname"]),
+    ('echo "Submitted batch job"', 1, ("not print exactly one job id", "Submitted batch job"), ["hostname"]),
     ('[[ $* == *afterany* ]] && { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }; echo 7', 1,
      ("QOSMaxSubmitJobPerUserLimit", "job 2 of the chain", "scancel 7\n"), ["hostname"]),
 ])

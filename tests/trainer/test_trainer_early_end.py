@@ -88,7 +88,7 @@ def test_ctrl_c_prints_a_reply_at_once_and_is_reported_as_an_interrupt(tmp_path:
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=scaled(100))
     assert running.returncode == 130, out + err
-    answer = "launch: SIGINT: stopping after this step, saving (within 10 s); press ^C again to stop now"
+    answer = "launch: SIGINT: saving and stopping after this step (within 10 s); press ^C again to stop now"
     assert answer in err
     record = read_record(RunDir(run_dir))
     assert record["stopped"] == "interrupted by Ctrl-C (SIGINT)"
@@ -146,7 +146,7 @@ def listening() -> Iterator[EarlyEnd]:
 def test_ctrl_c_without_launch_stops_after_the_step_and_the_second_one_at_once(
         listening: EarlyEnd, capfd: pytest.CaptureFixture[str]) -> None:
     os.kill(os.getpid(), signal.SIGINT)
-    assert capfd.readouterr().err == "\nstopping after this step, saving; press ^C again to stop now\n"
+    assert capfd.readouterr().err == "\nsaving and stopping after this step; press ^C again to stop now\n"
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert listening.agree(1) == Agreed("interrupted by Ctrl-C (SIGINT)", busy=False)

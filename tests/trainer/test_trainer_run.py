@@ -215,7 +215,7 @@ def test_a_run_on_own_text_resumes_in_its_directory(tmp_path):
     assert [p.name for p in complete_checkpoints(RunDir(run_dir).checkpoints)] == ["step-00000005"]
     saved = find(run_dir)
     resumed = parse([*options, "--steps", "9", "--resume", str(run_dir)])
-    with pytest.raises(UserError, match=f"the tokens of {folder} are not those of the checkpoint"):
+    with pytest.raises(UserError, match=f"the tokens of {folder} differ from the checkpoint's"):
         check_state(plan_run(resumed, 1, vocab_size=TokenData.open(folder).vocab_size), saved,
                     read_json(saved / STATE), data="other tokens")
     for wrong, message in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),

@@ -1,4 +1,4 @@
-"""Advice after a failure, in one line: from the matching known text (texts.toml), else from the kind."""
+"""Advice after a failure, in one line: from the matching known error (texts.toml), or from the kind of failure."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def _prepend_comparison(verdict: Verdict, evidence: Evidence, text: str) -> str:
                  for ranks in (failed, other_ranks))
     if bad.isdisjoint(good):
         return (f"{rank_ranges(other_ranks)} on {_join_nodes(good)} did not fail this way: compare PATH, the"
-                f" environment and the mounts of {_join_nodes(bad)} with {_join_nodes(good)}; if it is missing"
-                f" there: {text}")
-    return (f"{rank_ranges(other_ranks)} did not fail this way: compare PATH, PYTHONPATH and working directory with"
-            f" {rank_ranges(failed)}; otherwise {text}")
+                f" environment and the mounts of {_join_nodes(bad)} with those of {_join_nodes(good)}; if the file"
+                f" or module is missing on {_join_nodes(bad)}: {text}")
+    return (f"{rank_ranges(other_ranks)} did not fail this way: compare their PATH, PYTHONPATH and working"
+            f" directory with those of {rank_ranges(failed)}; if they are the same: {text}")
 
 
 def _join_nodes(hosts: Collection[str]) -> str:
@@ -109,7 +109,7 @@ def _start_advice(verdict: Verdict, run_dir: RunDir) -> str:
 
 
 def resume_command(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
-    """Return the command that resumes from the run's last checkpoint, or None without a checkpoint.
+    """Return the command that resumes from the run's last checkpoint, or None if there is no checkpoint.
 
     For another user's run (`typed` is None) no command is quoted: its record could hold any command.
     """

@@ -38,7 +38,7 @@ class Finding:
 _KILLED_CODE = 137
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|exit code: -9|Killed$")
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]:? ?)?[\w.]*(?:Error|Exception): ")
-"""Lines that name an exception take precedence over log lines, after which the program continued."""
+"""Lines that name an exception take precedence over log lines, since the program continued after those."""
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
 """Signals that a rank causes itself, often right after a library reported an error."""
 _MAX_LINES_BEFORE_CRASH = 10
@@ -62,7 +62,7 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
         # A library that calls abort() prints the reason, if any, on a line of its own.
         lines += drop_non_errors(failure.tail)
     elif failure.signal is not None:
-        # If another process killed the rank, its last output does not explain its end.
+        # Only for a crash: if another process killed the rank, its last output does not explain why it ended.
         lines = _lines_before_crash(failure)
     by_exit = _finding_from_exit(failure)
     known_texts = tuple(shipped_texts() if texts is None else texts)
@@ -81,7 +81,7 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
 
 
 def has_crashed(failure: Failure) -> bool:
-    """Return True if a signal that the rank caused itself ended it, such as SIGSEGV."""
+    """Return True if the rank was ended by a signal that it caused itself, such as SIGSEGV."""
     return failure.signal in _CRASHES
 
 

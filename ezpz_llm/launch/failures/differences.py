@@ -1,6 +1,6 @@
 """Comparison of ranks in a hang, to find the rank that other ranks wait for.
 
-That rank is stopped, at another place in the program, or some steps behind; waiting ranks are all in one place.
+That rank is stopped, elsewhere in the program, or some steps behind; waiting ranks are all in one place.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _Split = tuple[list[int], str, list[int], str]
 
 
 def minority_ranks(stacks: Mapping[int, Sequence[Frame]]) -> _Split | None:
-    """Return the ranks that are in another place than the majority, with both places.
+    """Return the ranks that are not where the majority is, with both places.
 
     None if all ranks are in the same place, or no place has more than half of them.
 

@@ -62,7 +62,7 @@ def site_texts(*environments: Mapping[str, str]) -> tuple[FailureText, ...]:
     """Return the texts of the files in `site_files`.
 
     Raises:
-        UserError: as `read_texts`.
+        UserError: `read_texts` rejects a file.
     """
     return tuple(text for path in site_files(*environments) for text in read_texts(path))
 

@@ -171,7 +171,7 @@ class RankReport:
     """Report about one rank.
 
     Attributes:
-        silent_s: seconds from the last heartbeat to the report, by the node's clock; None without a heartbeat.
+        silent_s: seconds from the last heartbeat to the report, by the node's clock; None if there was none.
         idle_s: seconds since the rank last used the CPU or wrote to its log.
         state: the kernel's letter for the main process ("D": waiting for a device or a file system).
         ended: the exit code, None while the rank runs.
@@ -242,7 +242,7 @@ def write_report(run_dir: RunDir, report: NodeReport) -> None:
 def read_reports(run_dir: RunDir, run_id: str) -> list[NodeReport]:
     """Return the latest report of each node of this run, ordered by rank.
 
-    Incomplete reports and those of other users are skipped.
+    Incomplete reports and other users' reports are skipped.
     """
     reports = read_records(NodeReport, run_dir.heartbeat, "node")
     return sorted((report for report in reports if report.run_id == run_id), key=lambda report: report.first_rank)

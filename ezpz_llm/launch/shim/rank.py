@@ -75,7 +75,7 @@ class Rank:
         self.group = make_group(f"ezpz_llm-{self.run_id}-rank{info.rank}")
 
     def run(self) -> int:
-        """Start the rank, wait for its end, write its record, and return its exit code."""
+        """Start the rank, wait until it ends, write its record, and return its exit code."""
         # A single pipe keeps the order of stdout and stderr; there are two only if both go to the console.
         pipes = {stream: os.pipe() for stream in ((1, 2) if self.output.is_split else (1,))}
         if self.group is not None and self.folder is not None:

@@ -135,4 +135,4 @@ def check_optimizer(name: OptimizerName, layout: Layout) -> None:
         raise UserError(why, where=where, instead=instead)
     if optimizer.package is not None and importlib.util.find_spec(optimizer.package) is None:
         raise UserError(f"{optimizer.package} is not installed", where=where,
-                        instead=f"pip install '{optimizer.install}', or {instead}")
+                        instead=f"pip install '{optimizer.install}', or use {instead}")

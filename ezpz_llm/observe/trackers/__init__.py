@@ -67,7 +67,7 @@ class Tracking:
         self._thread.start()
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Queue the lines of a flush, which are objects of metrics.jsonl in order. Returns at once."""
+        """Queue lines of metrics.jsonl, in order. Returns at once."""
         if self._thread.is_alive():
             rows = _rows(lines, time.time())
             self._waiting.put(lambda tracker: tracker.write(rows))
@@ -99,8 +99,8 @@ class Tracking:
                     action(tracker)
                 except Exception as error:  # any error of the tracker's package: the run continues without it
                     del self._open[name]
-                    _warn(f"{name} failed and receives no more metrics; metrics.jsonl has all of them: "
-                          f"{_describe_error(error)}")
+                    _warn(f"{name} failed ({_describe_error(error)}) and receives no more metrics; "
+                          "metrics.jsonl has all of them")
         for name, tracker in list(self._open.items()):
             try:
                 tracker.close(self._failed)
@@ -186,7 +186,7 @@ def _choice(word: str, env: Mapping[str, str]) -> Choice:
         raise UserError("TensorBoard has no online mode", where=f"--track {word}", instead=f"--track {name}")
     if online and name == "mlflow" and not env.get(_MLFLOW_SERVER):
         raise UserError(f"{_MLFLOW_SERVER} is not set", where=f"--track {word}",
-                        instead=f"set {_MLFLOW_SERVER}, or --track {name} to write to the run directory")
+                        instead=f"set {_MLFLOW_SERVER}, or pass --track {name} to write to the run directory")
     if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
         raise UserError(f"{name} requires {' and '.join(missing)} (not installed)", where=f"--track {word}",
                         instead=f"pip install 'ezpz_llm[{name}]'")
