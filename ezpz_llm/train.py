@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ezpz_llm.base import UserError, run_command
 from ezpz_llm.checkpoint import find
@@ -22,8 +23,21 @@ from ezpz_llm.trainer.plan import check_run
 from ezpz_llm.trainer.resume import find_resume_point
 from ezpz_llm.trainer.resume_changes import resume_warning
 
+if TYPE_CHECKING:
+    from ezpz_llm.trainer.callbacks.callback import Callback
 
-def main(argv: Sequence[str]) -> int:
+
+def train(argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> int:
+    """Train with options of the command, and return its exit code. Every rank calls this.
+
+    Args:
+        argv: options; default: those of the script.
+        callbacks: callbacks besides those of installed packages.
+    """
+    return run_command(lambda argv: main(argv, callbacks), argv)
+
+
+def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     """Run the command and return its exit code. torch is imported only after the options are checked."""
     if {"--check", "--json"} <= set(argv):
         return _check_as_json(argv)
@@ -37,9 +51,10 @@ def main(argv: Sequence[str]) -> int:
         for text in report.warnings:
             print(text, file=sys.stderr)
         return 0
+    from ezpz_llm.trainer.callbacks.installed_callbacks import installed_callbacks
     from ezpz_llm.trainer.run import run
 
-    return run(options)
+    return run(options, [*installed_callbacks(), *callbacks])
 
 
 def _check_as_json(argv: Sequence[str]) -> int:
