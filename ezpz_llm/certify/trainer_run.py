@@ -34,6 +34,7 @@ from ezpz_llm.model.init import initial_values
 from ezpz_llm.model.parameters import whole_box
 from ezpz_llm.observe import WallClock
 from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import broadcast_resume_point, dropout_seed, start
@@ -91,7 +92,7 @@ class _Run:
 
     def split(self, name: str) -> TokenStream:
         """Return the tokens of a split."""
-        tokens = self.session.data.split(name)
+        tokens = self.session.data.tokens.split(name)
         assert isinstance(tokens, TokenStream)
         return tokens
 
@@ -101,27 +102,26 @@ class _Run:
         return self.session.dist.run_dir.checkpoints / f"step-{SAVE_STEP:08d}"
 
 
-class _StateRecorder:
-    """Step hook that records the states before and after each step."""
+class _StateRecorder(Callback):
+    """Callback that records the states before and after each step. Set `session` before the first step."""
 
-    def __init__(self, session: Session, at: Callable[[Session, int], None]) -> None:
-        self._session, self._at = session, at
+    session: Session
+
+    def __init__(self, at: Callable[[Session, int], None]) -> None:
+        self._at = at
         self.before: dict[int, State] = {}
         self.after: dict[int, State] = {}
         self.is_training = True
 
-    def before_step(self, step: int) -> None:
+    def on_step_begin(self, context: CallbackContext) -> None:
         """Record the state, and check that all modules are in training mode."""
-        self._at(self._session, step)
-        self.before[step] = state_of(self._session.engine)
-        self.is_training &= all(module.training for module in self._session.engine.module.modules())
+        self._at(self.session, context.step)
+        self.before[context.step] = state_of(self.session.engine)
+        self.is_training &= all(module.training for module in context.module.modules())
 
-    def after_step(self, step: int) -> None:
+    def on_step_end(self, context: CallbackContext) -> None:
         """Record the state."""
-        self.after[step] = state_of(self._session.engine)
-
-    def close(self) -> None:
-        """Do nothing."""
+        self.after[context.step - 1] = state_of(self.session.engine)
 
 
 def _overflow_once(session: Session, step: int) -> None:
@@ -146,10 +146,9 @@ def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, in
                 RunDir(folder).create())
     with contextlib.redirect_stdout(io.StringIO()):
         options = broadcast_resume_point(parse(arguments), dist).options
-        session = start(options, dist, WallClock(), Heartbeat({}))
+        recorder = _StateRecorder(at)
+        recorder.session = session = start(options, dist, WallClock(), Heartbeat({}), [recorder])
         seed, limit = torch.initial_seed(), session.engine.step_skip.limit
-        recorder = _StateRecorder(session, at)
-        session.profiles.append(recorder)
         train(session)
         dist.side.close()
     lines = {line["step"] - 1: line for line in read_lines(dist.run_dir.metrics)}
@@ -206,8 +205,8 @@ def _check_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
         yield f"evaluations do not follow steps {SAVE_STEP} and {STEPS}"
     if first == 0 and not run.session.engine.skipped_steps:
         yield f"no gradient overflows under a loss scale of {TOO_LARGE:g}"
-    if run.session.position.consumed != GLOBAL * STEPS:
-        yield f"{STEPS} steps of {GLOBAL} samples have consumed {run.session.position.consumed} samples"
+    if run.session.data.position.consumed != GLOBAL * STEPS:
+        yield f"{STEPS} steps of {GLOBAL} samples have consumed {run.session.data.position.consumed} samples"
 
 
 def _check_masks(folder: Path, tokens: Path) -> Iterator[str]:

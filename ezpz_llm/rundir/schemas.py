@@ -171,7 +171,7 @@ class TraceNotes(_Traced, total=False):
 
 
 class Memory(TypedDict):
-    """`memory` in run.json, in bytes, for the rank that uses the most memory; see trainer/memory_table.py."""
+    """`memory` in run.json, in bytes, for the rank that uses the most memory; see `Memory` of memory_watch.py."""
 
     expected: dict[str, float]
     elsewhere: dict[str, float]

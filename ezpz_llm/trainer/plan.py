@@ -61,6 +61,8 @@ class RunPlan:
     resolved: Resolved
     init_weights_source: Source | None = None
     """Source of the initial weights; None for random ones."""
+    verbose: bool = False
+    """Print all settings and measurements, not only the most important ones."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -114,7 +116,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     options = options.set(compile_source, compile=compiles)
     run_config = RunConfig(**vars(options.config))
     _check_schedule(run_config, options)
-    return RunPlan(run_config, options.sources, model, resolved, init_weights_source)
+    return RunPlan(run_config, options.sources, model, resolved, init_weights_source, options.verbose)
 
 
 _PEAK_WIDTH, _PEAK_STEPS = 128, 400

@@ -31,9 +31,8 @@ from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
 from ezpz_llm.trainer.plan import RunPlan
 
 
-def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist,
-                 verbose: bool) -> None:
-    """Record the run's settings, and print the first screen, or with `verbose` all settings. Collective, since the
+def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> None:
+    """Record the run's settings, and print the first screen, or with --verbose all settings. Collective, since the
     record lists every rank's node."""
     environment = run_environment(dist)
     if not dist.is_main:
@@ -49,9 +48,9 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
         # Machines without the shards need the tokenizer to use a checkpoint of this run.
         file = find_copy(data.folder, data.manifest["tokenizer"])
         dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
-    text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if verbose else
+    text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if plan.verbose else
             first_screen(plan, data, dist, terminal_width()))
-    print(text + align_rows(_remarks(plan, data, dist, work, flops, verbose), terminal_width()), flush=True)
+    print(text + align_rows(_remarks(plan, data, dist, work, flops), terminal_width()), flush=True)
 
 
 def describe_data(data: TokenData) -> dict[str, Any]:
@@ -92,11 +91,11 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
     return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
 
 
-def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork, flops: FlopCount,
-             verbose: bool) -> list[tuple[str, str]]:
-    """Return notes and warnings; without `verbose`, also the warnings among the rows that only `description`
+def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork,
+             flops: FlopCount) -> list[tuple[str, str]]:
+    """Return notes and warnings; without --verbose, also the warnings among the rows that only `description`
     prints."""
-    rows = [] if verbose else [("attention", describe_attention(plan, dist)), *flop_and_peak_rows(work, flops)]
+    rows = [] if plan.verbose else [("attention", describe_attention(plan, dist)), *flop_and_peak_rows(work, flops)]
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
                                           *reading_notes(data.manifest["source"], shown=0))),

@@ -101,10 +101,8 @@ class SpikeDetector:
                 "first_bad": self.first_bad, "skipped": self.skipped,
                 "limit": self.limit if math.isfinite(self.limit) else None}
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore the state saved in a checkpoint; reset if the checkpoint has none."""
-        if state is None:
-            state = SpikeDetector(self._config).state()
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the state saved in a checkpoint."""
         self._norms, self._losses = (deque(state[name], maxlen=WINDOW) for name in ("norms", "losses"))
         self.streak, self.first_bad, self.skipped = state["streak"], state["first_bad"], state["skipped"]
         # A run without --spike-norm may be resumed with it, and vice versa.

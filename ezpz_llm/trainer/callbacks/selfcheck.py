@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ import torch
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather, all_reduce
+from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.gradients import GroupNorms
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.init import decay_counts, initial_std
 from ezpz_llm.model.parameters import parameter_shapes
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
 FIRST_LOSS_TOLERANCE = 0.3
@@ -22,14 +25,12 @@ OVERFIT_FRACTION = 0.5
 """The batch is overfitted if the last loss is below this fraction of the first."""
 
 
-class SelfChecks:
-    """Self-checks of a run, the same on every rank.
+class SelfChecks(Callback):
+    """Self-checks of a run at its first log, the same on every rank."""
 
-    Call `observe` with each metrics line, and `results` after each flush.
-    """
-
-    def __init__(self, plan: RunPlan, first_step: int) -> None:
-        self._config, self._model = plan.config, plan.model
+    def __init__(self, plan: RunPlan, engine: Engine, first_step: int) -> None:
+        self._config, self._model, self._verbose = plan.config, plan.model, plan.verbose
+        self._engine = engine
         self._first = first_step == 0
         self._loaded = plan.init_weights_source is not None
         self._stepped: GroupNorms | None = None
@@ -37,10 +38,22 @@ class SelfChecks:
         self._concluded = False
         self._losses: list[float | None] = []
 
-    def record_stepped(self, norms: GroupNorms | None) -> None:
-        """Record what the optimizer stepped in the first step; `norms` is None if the engine cannot tell."""
+    def on_step_end(self, context: CallbackContext) -> None:
+        """Keep what the optimizer stepped in the first step, if the engine can tell."""
         if not self._concluded and self._first_line is None:
-            self._stepped = norms
+            self._stepped = self._engine.step_skip.last_measured
+
+    def on_log(self, context: CallbackContext, lines: Sequence[dict[str, Any]]) -> None:
+        """Check the run at its first log; print warnings, or with --verbose all results."""
+        for line in lines:
+            self.observe(line)
+        if not (results := self.results(context.dist)):
+            return
+        for text in (["checks     " + "\n           ".join(results)] if self._verbose else
+                     [text for text in results if text.startswith("warning: ")]):
+            context.print(text)
+        if context.dist.is_main:
+            context.dist.side.update_record(context.dist.run_dir, checks=results)
 
     def observe(self, line: dict[str, Any]) -> None:
         """Keep this process's first metrics line, and its first and last loss."""

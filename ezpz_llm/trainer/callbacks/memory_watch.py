@@ -19,6 +19,7 @@ from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import most_logits_on
 from ezpz_llm.model.loss_chunk import choose_chunk
 from ezpz_llm.observe.tables import table
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "copy")
@@ -52,12 +53,17 @@ class Memory:
                 "peak": self.peak, "reserved": self.reserved, "host_peak": self.host_peak}
 
 
-class MemoryWatch:
+class MemoryWatch(Callback):
     """Measurement of an engine's tensors: gradients and hpZ's second copy in the optimizer step, which frees them,
-    and all others in `result`."""
+    and all others at the end of the run.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Attributes:
+        memory: the result, once the run has ended; None if the measurement failed.
+    """
+
+    def __init__(self, plan: RunPlan, engine: Engine) -> None:
+        self.memory: Memory | None = None
+        self._plan, self._engine = plan, engine
         self._at_step: dict[str, int] = {}
         engine.step_skip.at_step = self._measure
 
@@ -65,8 +71,13 @@ class MemoryWatch:
         # The optimizer step frees both.
         self._at_step = {"gradients": gradient_bytes(self._engine), SECONDARY: secondary_bytes(self._engine)}
 
-    def result(self, plan: RunPlan, dist: Dist) -> Memory:
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Compare estimated and measured memory; a failure is only a warning."""
+        self.memory = context.dist.optional.attempt_together("the memory report", lambda: self.result(context.dist))
+
+    def result(self, dist: Dist) -> Memory:
         """Return estimated and measured memory. Collective."""
+        plan = self._plan
         kinds = live_tensor_memory(self._engine, {})
         live = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
                 "copy": kinds["master"], SECONDARY: 0, **self._at_step}
