@@ -1,4 +1,4 @@
-"""srun's plug-in for MPI: without one, each rank of an MPI program would be alone in its own MPI world."""
+"""MPI programs under srun, whose default may be no plug-in for MPI, and torchrun, which does not support MPI."""
 
 from __future__ import annotations
 

@@ -73,7 +73,6 @@ class NodeFileScheduler(Scheduler):
     SITE_CORES_COUNT: bool = True
 
     def mark(self, env: Mapping[str, str]) -> str | None:
-        """Return the variable that marks `env` as a job of this scheduler; None outside a job."""
         name = next((name for name in (self.JOB_VARIABLE, *self.ALIASES) if env.get(name)), None)
         return name if not self.needs or any(env.get(needed) for needed in self.needs) else None
 

@@ -273,12 +273,10 @@ class SlurmScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
-        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
         word = re.split(r"[=\s]", line.split()[1])[0]
         return {_SHORT.get(word, word)}
 
     def submission(self, script: str, after: str | None) -> list[str]:
-        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
         dependency = [f"--dependency=afterany:{after}"] if after else []
         return [self.PROGRAM, "--parsable", *dependency, script]
 
@@ -288,15 +286,12 @@ class SlurmScheduler(BatchScheduler):
         return match[1] if match else None
 
     def watch(self, ids: list[str]) -> str:
-        """Return the command that shows these jobs."""
         return f"squeue -j {','.join(ids)}"
 
     def cancel(self, ids: list[str]) -> str:
-        """Return the command that cancels these jobs."""
         return f"scancel {' '.join(ids)}"
 
     def output_file(self, request: Request, job: str) -> str:
-        """Return the path of the job's output file."""
         return str(request.output / f"job-{job}.log")
 
 
