@@ -35,7 +35,6 @@ def build(program, work):
 
 class Mine(Scheduler):
     NAME, TITLE, JOB_VARIABLE = "mine", "Mine", "MINE_JOB"
-    JOB_QUERY = (("mine", "jobs"), ("unknown",))
     PROGRAM, TEMPLATE, DIRECTIVE = "mine", "TEMPLATE_PATH", "#MINE:"
 
     PATTERNS = ((CANCELLED, r"^mine: job \\S+ was withdrawn"),)

@@ -33,7 +33,6 @@ from ezpz_llm.launch.schedulers.scheduler import (
 NAME = "lsf"
 TITLE = "LSF"
 JOB_VARIABLE = "LSB_JOBID"
-JOB_QUERY = (("bjobs", "-noheader", "-o", "stat"), ("is not found",))
 TRACES = ("LSB_MCPU_HOSTS", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "LSB_BATCH_JID", "LSB_DJOB_NUMPROC",
           "LSB_AFFINITY_HOSTFILE", "LSB_DJOB_RANKFILE")
 HOSTFILE_COMMANDS = (

@@ -184,7 +184,6 @@ class Scheduler(Protocol):
         TRACES: variables that only its jobs have. They identify the scheduler if JOB_VARIABLE and ALIASES are
             missing.
         HOSTFILE_COMMANDS: shell commands that write the job's nodes to the file `hosts`, the best first.
-        JOB_QUERY: a command, to which the job's id is appended, and texts in its reply for a job that has ended.
         KEEPS_NODE_ORDER: its step launcher always numbers nodes in the job's order.
         STARTS_MPI_DAEMONS: mpiexec starts its daemons with srun in its jobs.
         REMOTE_SHELL: command that runs another command on a node of the job, for mpiexec's daemons, since the site
@@ -204,7 +203,6 @@ class Scheduler(Protocol):
     NAME: str
     TITLE: str
     JOB_VARIABLE: str
-    JOB_QUERY: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     ALIASES: tuple[str, ...] = ()
     TRACES: tuple[str, ...] = ()
     HOSTFILE_COMMANDS: tuple[HostfileCommand, ...] = ()

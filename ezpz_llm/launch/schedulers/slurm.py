@@ -48,8 +48,6 @@ HOSTFILE_COMMANDS = (
     *(HostfileCommand(name, f'scontrol show hostnames "${name}" > hosts', "scontrol")
       for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")),
 )
-_NOTHING_LISTED = "code 0,"
-JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", _NOTHING_LISTED))
 KEEPS_NODE_ORDER = STARTS_MPI_DAEMONS = True
 COPIER = "sbcast"
 
@@ -328,7 +326,7 @@ def steps_are_over(steps: Sequence[str]) -> bool:
     """Return True if squeue lists none of these steps: it lists a step until its last process has ended."""
     # squeue lists a step of an array task under a name other than the queried one, so names are not compared.
     answer = ask_command(("squeue", "--noheader", f"--steps={','.join(steps)}"), os.environ, _STEP_TIMEOUT_S)
-    return _NOTHING_LISTED in answer.complaint
+    return "code 0," in answer.complaint  # squeue printed nothing
 
 
 def copy_to_nodes(source: Path, target: str) -> bool:
