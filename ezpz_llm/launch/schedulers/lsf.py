@@ -39,7 +39,6 @@ class LsfScheduler(BatchScheduler):
     NAME = "lsf"
     TITLE = "LSF"
     JOB_VARIABLE = "LSB_JOBID"
-    JOB_QUERY = (("bjobs", "-noheader", "-o", "stat"), ("is not found",))
     TRACES = ("LSB_MCPU_HOSTS", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "LSB_BATCH_JID", "LSB_DJOB_NUMPROC",
               "LSB_AFFINITY_HOSTFILE", "LSB_DJOB_RANKFILE")
     JOB_PREFIXES = ("LSB_", "LSF_JOB")

@@ -69,7 +69,6 @@ class PbsScheduler(BatchScheduler):
                         """qstat -f "$PBS_JOBID" | tr -d '\\n\\t' | sed 's/.* exec_host = \\([^ ]*\\).*/\\1/'"""
                         """ | tr + '\\n' | sed 's|/.*||' | uniq > hosts""", "qstat"),
     )
-    JOB_QUERY = (("qstat",), ("Unknown Job Id", "has finished"))
     SITE_CORES_COUNT = True
     """NCPUS is the number of CPUs of a chunk. At sites that allocate whole nodes, few users request CPUs."""
     PATTERNS = (
