@@ -14,6 +14,7 @@ from typing import Any
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
 from ezpz_llm.check.client import connect_and_serve, read_unreached, unreached_files
 from ezpz_llm.check.endpoint import Endpoint
+from ezpz_llm.check.findings import is_fit
 from ezpz_llm.check.messages import CLOCK, FACTS, Request
 from ezpz_llm.check.report import Report, as_text, report_path, write_report
 from ezpz_llm.check.rules import Gathered, apply_rules
@@ -52,7 +53,7 @@ def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, ren
     write_report(run_dir, report)
     server.dismiss()
     client_thread.join(_JOIN_TIMEOUT_S)
-    code = 0 if report.is_fit else EXIT_PREFLIGHT
+    code = 0 if is_fit(report.findings) else EXIT_PREFLIGHT
     if client_thread.is_alive():
         # A thread that hangs in the kernel would block a normal exit.
         sys.stdout.flush()

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from ezpz_llm.base import UserError, cache_dir, count_noun
 from ezpz_llm.check import software
+from ezpz_llm.check.findings import Finding, first_problem
 from ezpz_llm.check.node_facts import file_system_space, named_interfaces, node_facts, numa_domains
-from ezpz_llm.check.rules.gathered import Finding, first_problem, format_bytes
+from ezpz_llm.check.rules.gathered import format_bytes
 from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
 from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces, missing_interface, resolve
 from ezpz_llm.launch.dialects import choose_launcher

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ezpz_llm.base import UserError, extensions_dir, installed, parse_json
+from ezpz_llm.check.findings import Finding, first_problem
 from ezpz_llm.check.node_facts import drivers, mpi_library, torch_build
-from ezpz_llm.check.rules.gathered import Finding, first_problem
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir

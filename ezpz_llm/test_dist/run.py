@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.base import count_noun
+from ezpz_llm.check.findings import Finding, as_record, findings_text, is_fit, verdict
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
 from ezpz_llm.dist.seeds import seed_for
@@ -119,8 +120,8 @@ def metric_spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def closing_text(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float, float], profile: Path | None,
-                 reasons: list[str]) -> str:
-    """Return plots, the table of medians, paths of files, problems, and the result.
+                 findings: list[Finding], world_size: int) -> str:
+    """Return plots, the table of medians, paths of files, findings, and the verdict.
 
     Args:
         held_out: loss before and after training, on the same held-out samples.
@@ -138,10 +139,8 @@ def closing_text(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[f
             for name, points in metric_spreads(lines).items()]
     parts.append(table(f"Iterations 2 to {len(lines) - 1}", ("", "median", "10 %", "90 %"), rows, rich=color))
     parts += [f"loss      {held_out[0]:.5f} -> {held_out[1]:.5f} (on the same samples before and after)",
-              f"profile   {profile}" if profile else "", f"run dir   {run_dir.path}",
-              *(f"error: {reason}" for reason in reasons),
-              "unhealthy" if reasons else
-              "healthy: the loss decreased, and every rank's sums and weights are correct"]
+              f"profile   {profile}" if profile else "", f"run dir   {run_dir.path}", findings_text(findings),
+              verdict("test_dist", findings, f"sums, weights, and loss of {count_noun(world_size, 'rank')}")]
     return "\n".join(filter(None, parts))
 
 
@@ -200,6 +199,9 @@ Ten iterations decrease it by four times as much, and evaluation on the same sam
 _AGREE = 1e-3
 """Relative tolerance of ranks' losses on the same samples; a larger difference means different weights."""
 
+_ONE_RANK = "check the device and the links of that node (launch --preflight), or exclude it (launch --hosts)"
+_ALL_RANKS = "find out whether the layout or the device is the cause: --ds-config ddp, --device cpu"
+
 
 def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: int, lr: float,
           profile: PythonProfile | None) -> list[dict[str, Any]]:
@@ -256,8 +258,8 @@ def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
 
 
 def find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
-                  wrong_kinds: list[str]) -> list[str]:
-    """Return a sentence for each problem on any rank; the same list on every rank. Collective.
+                  wrong_kinds: list[str]) -> list[Finding]:
+    """Return the problems of all ranks; the same list on every rank. Collective.
 
     Args:
         before, after: this rank's `held_out_loss` before and after training.
@@ -265,18 +267,20 @@ def find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after:
     """
     # Do not use an all-reduce, which may be broken.
     ranks = all_gather(dist, (dist.rank, after, wrong_kinds))
-    reasons = [f"rank {rank} got wrong sums in all-reduces ({', '.join(kinds)})"
-               for rank, _, kinds in ranks if kinds]
+    findings = [Finding("bad", "sums", f"rank {rank} got wrong sums in all-reduces ({', '.join(kinds)})", _ONE_RANK)
+                for rank, _, kinds in ranks if kinds]
     reference = ranks[0][1]
     first_non_finite = next((line["step"] for line in lines if line["loss"] is None), None)
     if first_non_finite is not None:
-        reasons.append(f"the loss is NaN or Inf from iteration {first_non_finite}")
+        findings.append(Finding("bad", "loss", f"the loss is NaN or Inf from iteration {first_non_finite}",
+                                _ALL_RANKS))
     elif not reference < before * (1 - MIN_LOSS_DECREASE):
-        reasons.append(f"the loss did not decrease: {before:.6g} before training, {reference:.6g} after it, on the "
-                       "same samples")
-    reasons += [f"rank {rank} has different weights than rank 0: losses of {loss:.6g} and {reference:.6g} on the "
-                "same samples" for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
-    return reasons
+        findings.append(Finding("bad", "loss", f"the loss did not decrease: {before:.6g} before training, "
+                                               f"{reference:.6g} after it, on the same samples", _ALL_RANKS))
+    findings += [Finding("bad", "weights", f"rank {rank} has different weights than rank 0: losses of {loss:.6g} "
+                                           f"and {reference:.6g} on the same samples", _ONE_RANK)
+                 for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
+    return findings
 
 
 TIMEOUT_S = 600.0
@@ -314,15 +318,15 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         heartbeat.beat(ENDING, options.steps)
         after = held_out_loss(engine, dist, options.seed)
         wrong_kinds = dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)
-        reasons = find_problems(dist, lines, before, after, list(wrong_kinds))
+        findings = find_problems(dist, lines, before, after, list(wrong_kinds))
         if dist.is_main:
             update_record(dist.run_dir, test_dist={
-                "healthy": not reasons, "reasons": reasons,
-                "held_out_loss": {"before": before, "after": after},
+                **as_record(findings), "held_out_loss": {"before": before, "after": after},
                 "reductions": [asdict(result) for result in measured], "spread": metric_spreads(lines)})
-            print(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, reasons), flush=True)
+            print(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, findings,
+                               dist.world_size), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
-    return 1 if reasons else 0
+    return 0 if is_fit(findings) else 1
 
 
 def _engine(resolved: Resolved, dist: Dist, seed: int, import_seconds: dict[str, float]) -> Engine:

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TypeVar
 
 from ezpz_llm.base import group_by_key
+from ezpz_llm.check.findings import Finding, Level
 from ezpz_llm.check.node_facts import network_family
 from ezpz_llm.check.rules.gathered import (
     COMPUTE,
@@ -15,9 +16,7 @@ from ezpz_llm.check.rules.gathered import (
     NODE,
     READY,
     Facts,
-    Finding,
     Gathered,
-    Level,
     describe_differences,
     format_rate,
     node_ranges,

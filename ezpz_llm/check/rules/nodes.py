@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ezpz_llm.base import count_noun, group_by_key
+from ezpz_llm.check.findings import Finding, Level
 from ezpz_llm.check.rules.gathered import (
     MPI,
     READY,
     Facts,
-    Finding,
     Gathered,
-    Level,
     describe_differences,
     format_bytes,
     node_ranges,
