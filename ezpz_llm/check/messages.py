@@ -22,7 +22,7 @@ AUTHENTICATE_S = 2.0
 """Time for the peer of a new connection to authenticate."""
 
 FACTS, CLOCK, END = "facts", "clock", "end"
-"""Stages besides the measurements: a rank's facts, which it sends without a request, its time, and the end."""
+"""Stages besides the measurements: a rank's facts, which are requested first, its time, and the end."""
 
 _MAX_MESSAGE = 1 << 23
 
