@@ -122,14 +122,19 @@ def read_unreached(folder: Path) -> list[dict[str, Any]]:
 def connect_and_serve(endpoint: Endpoint, info: RankInfo, env: Mapping[str, str], folder: Path | None,
                       should_stop: Callable[[], bool]) -> bool:
     """Connect to rank 0 (see `connect`) and reply to its requests. Return False if it was not reached."""
-    connection = connect(endpoint, info, folder, should_stop)
-    if connection is not None:
-        serve_requests(connection, info, env)
-    return connection is not None
+    while (connection := connect(endpoint, info, folder, should_stop)) is not None:
+        if serve_requests(connection, info, env):
+            return True
+    return False
 
 
-def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
-    """Send this rank's facts to rank 0, and reply to its requests until it ends preflight or disconnects."""
+def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> bool:
+    """Reply to rank 0's requests until it ends preflight or disconnects.
+
+    Return False if it disconnected before its first request, such as when its time limit for authentication expired
+    just after the last message.
+    """
+    is_accepted = False
     send_lock, measuring = threading.Lock(), MeasuringProcess(env)
 
     def reply_to(request: Request) -> None:
@@ -151,13 +156,14 @@ def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str
 
     try:
         send(connection, Introduction(info.rank, socket.gethostname()))
-        reply_in_thread(Request(FACTS))
         while (request := receive(connection, Request)).stage != END:
+            is_accepted = True
             reply_in_thread(request)
     except (EOFError, OSError, UserError):
-        return
+        return is_accepted
     finally:
         measuring.close()
+    return True
 
 
 _GRACE_S = 5.0

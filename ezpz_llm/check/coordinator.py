@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class _Coordinator:
     def gather(self) -> Gathered:
         """Gather the facts and measurements that arrive in time."""
         server = self.server
-        server.wait(self._by(_FACTS), self._all_reported())
+        self._wait_for_facts()
         waited_s = time.monotonic() - self.began
         members = list(server.members)
         if len({member.rank for member in members}) == len(members):
@@ -91,26 +91,15 @@ class _Coordinator:
     def _by(self, share: float, within_s: float = float("inf")) -> float:
         return min(self.began + share * self.limit_s, time.monotonic() + within_s)
 
-    def _all_reported(self) -> Callable[[], bool]:
-        """Return a function that checks that each rank reported, disconnected, or cannot reach rank 0."""
-        next_poll = time.monotonic() + _UNREACHED_POLL_S
-        reported = self.server.accounted
-
-        def is_complete() -> bool:
-            """Return True if all ranks are accounted for. Looks for files of unreached nodes at intervals."""
-            nonlocal next_poll
-            began = time.monotonic()
-            if len(reported) >= self.info.world_size:
-                return True
-            if began < next_poll:
-                return False
-            unreached = [report for report in read_unreached(self.run_dir.path) if report["rank"] not in reported]
-            # Limit the time spent on many files on a slow file system, so that connecting ranks do not wait.
-            ended = time.monotonic()
-            next_poll = ended + max(_UNREACHED_POLL_S, 5 * (ended - began))
-            return len(reported) + sum(report["ranks_there"] for report in unreached) >= self.info.world_size
-
-        return is_complete
+    def _wait_for_facts(self) -> None:
+        """Wait until each rank has sent its facts, disconnected, or reported that it cannot reach rank 0."""
+        accounted, world_size, until = self.server.accounted, self.info.world_size, self._by(_FACTS)
+        while time.monotonic() < until:
+            if self.server.wait(self._by(_FACTS, _UNREACHED_POLL_S), lambda: len(accounted) >= world_size):
+                return
+            unreached = [report for report in read_unreached(self.run_dir.path) if report["rank"] not in accounted]
+            if len(accounted) + sum(report["ranks_there"] for report in unreached) >= world_size:
+                return
 
     def _measure(self, members: Sequence[Member]) -> None:
         ask = self.server.ask

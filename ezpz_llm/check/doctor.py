@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,11 @@ from pathlib import Path
 from ezpz_llm.base import UserError, cache_dir, count_noun
 from ezpz_llm.check import software
 from ezpz_llm.check.findings import Finding, first_problem
-from ezpz_llm.check.node_facts import file_system_space, named_interfaces, node_facts, numa_domains
-from ezpz_llm.check.rules.gathered import format_bytes
+from ezpz_llm.check.node_facts import file_system_space, network_facts, node_facts, numa_domains
+from ezpz_llm.check.rules.gathered import Gathered, format_bytes
+from ezpz_llm.check.rules.network import missing_interfaces
 from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
-from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces, missing_interface, resolve
+from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces
 from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.schedulers import find_allocation, local, schedulers
@@ -187,13 +187,10 @@ def check_cache(env: Mapping[str, str]) -> Finding:
 
 def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for interfaces and this node's hostname."""
-    interfaces = list_interfaces()
-    yield Finding("ok", "interfaces", format_interfaces(interfaces))
-    for variable, names in named_interfaces(env).items():
-        if missing := missing_interface(variable, names, interfaces):
-            yield Finding("bad", "interfaces", f"{variable}={names}, but there is no {missing}",
-                          f"set {variable} to one of the interfaces, or unset it")
-    yield check_hostname(socket.gethostname(), resolve(socket.gethostname()))
+    facts = {"rank": 0, **node_facts(), **network_facts(env)}
+    yield Finding("ok", "interfaces", format_interfaces(list_interfaces()))
+    yield from missing_interfaces(Gathered(1, [facts]))
+    yield check_hostname(facts["host"], facts["name_resolves_to"])
 
 
 def check_hostname(name: str, address: str | None) -> Finding:

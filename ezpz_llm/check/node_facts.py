@@ -187,7 +187,7 @@ def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
     interfaces = addresses()
     facts: dict[str, Any] = {
         "interfaces": interfaces,
-        "named_interfaces": named_interfaces(env),
+        "named_interfaces": {name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)},
         "name_resolves_to": resolve(socket.gethostname()),
     }
     if master := env.get("MASTER_ADDR"):
@@ -195,11 +195,6 @@ def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
         facts["master"] = {"address": master, "port": env.get("MASTER_PORT"), "resolves_to": resolve(master)}
         facts["route"] = {"interface": interface_of(address, interfaces), "address": address}
     return facts
-
-
-def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that select the ranks' network interfaces, with their values."""
-    return {name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)}
 
 
 def addresses() -> dict[str, list[str]]:

@@ -80,11 +80,11 @@ def test_bad_findings_give_exit_code_1(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["fit"] is False
     bad = {check["topic"]: check for check in report["findings"] if check["level"] == "bad"}
-    assert bad.keys() == {"torch", "cache", "interfaces", "MPI library"}
+    assert bad.keys() == {"torch", "cache", "interface", "MPI library"}
     assert "mpi4py loads MPICH" in bad["MPI library"]["found"]
     assert "Open MPI 5.0.11" in bad["MPI library"]["found"]
     assert "with-env" in bad["torch"]["instead"]
-    assert "GLOO_SOCKET_IFNAME=nope0" in bad["interfaces"]["found"]
+    assert "no interface nope0 (GLOO_SOCKET_IFNAME=nope0)" in bad["interface"]["found"]
 
 
 def test_build_ops_and_json_are_mutually_exclusive(cache: Path) -> None:

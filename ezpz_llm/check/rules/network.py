@@ -122,7 +122,8 @@ def _wrong_master_address(gathered: Gathered) -> Iterator[Finding]:
                       "unset MASTER_ADDR, so that launch sets it, or set it to an address of that node")
 
 
-def _missing_interfaces(gathered: Gathered) -> Iterator[Finding]:
+def missing_interfaces(gathered: Gathered) -> Iterator[Finding]:
+    """Yield a finding for each interface that a variable names and that a node does not have."""
     hosts = gathered.by_node()
     without_interface = group_by_key(((missing, f"{variable}={value}"), host) for host, ranks in hosts.items()
                                      for variable, value in ranks[0].get("named_interfaces", {}).items()
@@ -256,7 +257,7 @@ def _failed_links(gathered: Gathered) -> Iterator[Finding]:
                       "pass launch --interface NAME with an interface that reaches every node")
 
 
-REACH_RULES = (_unbound_port, _unreached_nodes, _wrong_master_address, _missing_interfaces, _hostname_problems)
+REACH_RULES = (_unbound_port, _unreached_nodes, _wrong_master_address, missing_interfaces, _hostname_problems)
 """Rules for the route to MASTER_ADDR:MASTER_PORT, and for interfaces."""
 LINK_RULES = (_wrong_network, _network_differences, _interface_differences, _failed_stages, _failed_links,
               _slow_matmuls, _slow_nodes, _slow_links)
