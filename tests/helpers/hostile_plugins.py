@@ -24,10 +24,11 @@ MODULES = {
                "PLUGIN = Mine(['adamw'], 'mine', {})",
     "slurm": "from ezpz_llm.launch.schedulers.scheduler import Scheduler\n"
              "class Mine(Scheduler):\n    NAME = 'slurm'; TITLE = 'mine'\nPLUGIN = Mine()",
+    "arguments": "from ezpz_llm import Callback\nclass PLUGIN(Callback):\n    def __init__(self, needed): pass",
     "pattern": "from ezpz_llm.launch.dialects.work import Dialect\nPLUGIN = Dialect('mine', '(', print)",
 }
 """Source of each plug-in module."""
-GROUPS = ("ezpz_llm.optimizers", "ezpz_llm.schedulers", "ezpz_llm.dialects")
+GROUPS = ("ezpz_llm.optimizers", "ezpz_llm.schedulers", "ezpz_llm.dialects", "ezpz_llm.callbacks")
 
 
 def install(folder: Path, module: str, group: str) -> Path:
