@@ -110,7 +110,6 @@ SCHEDULER_CODE = ("launch/schedulers/", "launch/dialects/", "launch/ranks.py")
 """Modules that may use names of schedulers, of their launchers, and of their variables."""
 OTHER_SCHEDULER_CODE = {
     "launch/nested_launcher.py",  # recognizes any program that starts ranks in the user's command
-    "launch/owner.py",  # does not use Scheduler.restart_count yet
 }
 
 
