@@ -285,7 +285,7 @@ def test_a_stranger_cannot_return_rank_0s_own_proof(server: PreflightServer) -> 
 
 
 def test_a_rank_that_is_disconnected_before_the_first_request_tries_again() -> None:
-    """As when rank 0's time limit for authentication expires just after the last message."""
+    """Rank 0 disconnects if its time limit for authentication expires just after the last message."""
     accepted: list[int] = []
 
     def serve(peer: socket.socket) -> None:
