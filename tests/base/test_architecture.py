@@ -297,7 +297,7 @@ def test_no_module_imports_a_private_name_of_another():
 
 
 def headings_in(text: str) -> list[int]:
-    """Return the lines of comments that head a part of a module: above a definition, or followed by a blank line."""
+    """Return the lines of comments that head a part of a module: above a definition, or above a blank line."""
     lines = text.splitlines()
     return [number for number, (line, following) in enumerate(zip(lines, [*lines[1:], ""], strict=True), 1)
             if number > 1 and line.startswith("#") and re.match(r"$|def |class |@|async def ", following)]
