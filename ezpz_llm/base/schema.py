@@ -27,7 +27,7 @@ MAX_IDS = 2**24
 """Maximum vocabulary size; the largest known is 262,144."""
 MAX_REPEATS = 1000
 """Maximum number of runs per point of a study, and of jobs in a chain."""
-LAST_SECOND = 253_402_300_799
+_LAST_SECOND = 253_402_300_799
 """Seconds from 1970 to the end of the year 9999, the last year that datetime supports."""
 MAX_SECONDS = 10 * 366 * 86_400
 
@@ -40,7 +40,7 @@ def whole_number(text: str) -> int | None:
 def epoch(text: str) -> float | None:
     """Parse whole seconds since 1970, up to the year 9999; return None for any other text."""
     seconds = whole_number(text)
-    return None if seconds is None or seconds > LAST_SECOND else float(seconds)
+    return None if seconds is None or seconds > _LAST_SECOND else float(seconds)
 
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Range:
         return isinstance(value, (int, float)) and self.least <= value <= self.most
 
 
-Epoch = Annotated[float, Range(0, LAST_SECOND)]
+Epoch = Annotated[float, Range(0, _LAST_SECOND)]
 """Seconds since 1970, up to the year 9999."""
 
 

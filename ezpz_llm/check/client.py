@@ -123,12 +123,12 @@ def connect_and_serve(endpoint: Endpoint, info: RankInfo, env: Mapping[str, str]
                       should_stop: Callable[[], bool]) -> bool:
     """Connect to rank 0 (see `connect`) and reply to its requests. Return False if it was not reached."""
     while (connection := connect(endpoint, info, folder, should_stop)) is not None:
-        if serve_requests(connection, info, env):
+        if _serve_requests(connection, info, env):
             return True
     return False
 
 
-def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> bool:
+def _serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> bool:
     """Reply to rank 0's requests until it ends preflight or disconnects.
 
     Return False if it disconnected before its first request, such as when its time limit for authentication expired

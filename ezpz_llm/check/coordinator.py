@@ -85,8 +85,8 @@ class _Coordinator:
         on_node = run_secret(self.env) is not None and is_loopback(self.env.get("MASTER_ADDR", ""))
         port_error = None if on_node or self.info.source.startswith("torchrun") else server.port_error
         return Gathered(self.info.world_size, [_facts(member) for member in ordered],
-                        planned_nodes(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
-                        port_error, site_network(self.env), waited_s)
+                        _planned_nodes(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
+                        port_error, _site_network(self.env), waited_s)
 
     def _by(self, share: float, within_s: float = float("inf")) -> float:
         return min(self.began + share * self.limit_s, time.monotonic() + within_s)
@@ -155,7 +155,7 @@ def _ranks_and_hosts(members: Sequence[Member]) -> list[tuple[int, str]]:
     return sorted((member.rank, member.host) for member in members)
 
 
-def planned_nodes(run_dir: RunDir, world_size: int) -> list[str]:
+def _planned_nodes(run_dir: RunDir, world_size: int) -> list[str]:
     """Return the hostname of each rank from launch's record; empty if the record is for another world size."""
     launch = read_record(run_dir).get("launch", {})
     hosts, counts = launch.get("hosts", []), launch.get("ranks_per_host", [])
@@ -163,7 +163,7 @@ def planned_nodes(run_dir: RunDir, world_size: int) -> list[str]:
     return table if len(table) == world_size else []
 
 
-def site_network(env: Mapping[str, str]) -> str | None:
+def _site_network(env: Mapping[str, str]) -> str | None:
     """Return the network that the communication library should choose, from the site file, or None."""
     # launch has read the same file and rejected an invalid one.
     with contextlib.suppress(UserError):

@@ -26,7 +26,7 @@ from ezpz_llm.launch.sites import find_site
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:
     """Run all checks of this machine. Returns findings in display order, with level `ok` for passed checks."""
-    subjects = (software.software_checks, job_checks, machine_checks, network_checks, software.tool_checks)
+    subjects = (software.software_checks, job_checks, _machine_checks, _network_checks, software.tool_checks)
     return [check for subject in subjects for check in subject(env)]
 
 
@@ -41,7 +41,7 @@ def job_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     yield job_finding(allocation.scheduler, allocation.job_id, len(allocation.hosts), allocation.ends_at)
     yield from (Finding("warn", "job", note, "see launch --dry-run hostname") for note in allocation.notes)
     yield site_finding(env)
-    yield launcher_finding(env, allocation.scheduler)
+    yield _launcher_finding(env, allocation.scheduler)
 
 
 def schedulers_finding(env: Mapping[str, str]) -> Finding:
@@ -71,7 +71,7 @@ def site_finding(env: Mapping[str, str]) -> Finding:
     return Finding("ok", "site", f"{this_site.name} ({this_site.source})")
 
 
-def launcher_finding(env: Mapping[str, str], scheduler: str) -> Finding:
+def _launcher_finding(env: Mapping[str, str], scheduler: str) -> Finding:
     """Report the launcher that launch would use for several ranks."""
     try:
         choice = choose_launcher("auto", scheduler, 2, env)
@@ -89,7 +89,7 @@ _FABRICS = (Path("/dev/infiniband"), Path("/sys/class/cxi"), Path("/dev/hfi1_0")
 _REMOTE = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "panfs", "dvs")
 
 
-def machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
+def _machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for cores, memory, limits, temporary folder and cache."""
     facts = node_facts()
     yield check_cores(facts["cores"], facts["host_cores"], numa_domains())
@@ -100,7 +100,7 @@ def machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     yield from check_limits(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK),
                       any(path.exists() for path in _FABRICS))
     yield check_temporary_folder(tempfile.gettempdir(), file_system(Path(tempfile.gettempdir())))
-    yield check_cache(env)
+    yield _check_cache(env)
 
 
 def check_cores(own: list[int], online: list[int], domains: Mapping[str, list[int]]) -> Finding:
@@ -171,7 +171,7 @@ def file_system(folder: Path) -> str:
     return max(under, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
-def check_cache(env: Mapping[str, str]) -> Finding:
+def _check_cache(env: Mapping[str, str]) -> Finding:
     """Check that the cache is writable and has free space."""
     folder = cache_dir(env)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -185,7 +185,7 @@ def check_cache(env: Mapping[str, str]) -> Finding:
                          (free is not None and free < _GOOD_CACHE, "warn", instead))
 
 
-def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
+def _network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for interfaces and this node's hostname."""
     facts = {"rank": 0, **node_facts(), **network_facts(env)}
     yield Finding("ok", "interfaces", format_interfaces(list_interfaces()))

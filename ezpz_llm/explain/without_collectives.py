@@ -20,11 +20,11 @@ from ezpz_llm.trainer.plan import check_run
 if TYPE_CHECKING:
     from ezpz_llm.observe.profile import Window
 
-TRACED, MEASURED = 24, 64
+_TRACED, MEASURED = 24, 64
 """Number of traced steps, and of steps that alternate between with and without collectives."""
-_STEPS = TRACED + MEASURED + 16
+_STEPS = _TRACED + MEASURED + 16
 # Turn off all work between steps. Ignore loss spikes and bad steps, since the trained weights are useless.
-_OVERRIDES = {"steps": _STEPS, "trace-steps": TRACED, "save-every": -1, "eval-every": 0, "eval-tokens": 1024,
+_OVERRIDES = {"steps": _STEPS, "trace-steps": _TRACED, "save-every": -1, "eval-every": 0, "eval-tokens": 1024,
               "sample-tokens": 0, "profile": "false", "hellaswag": "null", "track": "null", "resume": "null",
               "warmup-steps": 1, "decay-steps": _STEPS, "log-every": 10 ** 6, "spike-norm": 0, "spike-loss": 0,
               "bad-steps": 10 ** 6, "on-bad-steps": "stop"}
@@ -33,7 +33,7 @@ _GROUP_STEPS = 4
 """Number of consecutive steps with, then without collectives. The first step of each group is not recorded."""
 
 
-class AlternatingSteps(Callback):
+class _AlternatingSteps(Callback):
     """Callback that measures the step times of this rank and writes `profile/counterfactual-rankNNNN.json`.
 
     A barrier precedes each step, so that delays of other ranks in the step before are not measured.
@@ -100,7 +100,7 @@ def train(argv: Sequence[str], measured: int) -> int:
     from ezpz_llm.trainer.run import run
 
     window = Window(options.config.steps - measured - 1, measured)
-    return run(options, [AlternatingSteps(window)])
+    return run(options, [_AlternatingSteps(window)])
 
 
 if __name__ == "__main__":

@@ -255,7 +255,7 @@ def _fixed(value: float | None, width: int, digits: int) -> str:
     return text if len(text) <= width else f"{value:.2e}"
 
 
-EVALUATION_LIMIT = 0.2
+_EVALUATION_LIMIT = 0.2
 """Fraction of wall time in evaluation above which the summary warns."""
 _MIN_STEPS_TO_LEARN = 20  # steps; a shorter run may end during warm-up
 
@@ -293,7 +293,7 @@ class Summary(Rates):
         """Warnings about implausible or unfavorable numbers."""
         warnings = []
         evaluation = self.wall.get("evaluation", 0.0) / max(sum(self.wall.values()), 1e-9)
-        if evaluation > EVALUATION_LIMIT:
+        if evaluation > _EVALUATION_LIMIT:
             warnings.append(f"evaluation took {evaluation:.0%} of the wall time (increase --eval-every or decrease "
                             "--eval-tokens)")
         if self.mfu is not None and self.mfu > 1:

@@ -225,8 +225,8 @@ def setting_row(run: Run) -> list[str]:
     record = run.record
     started = (record.get("launch") or {}).get("started")
     return [run.name, str((record.get("config") or {}).get("model", "-")), _short(record.get("parameters")),
-            layout_text(run), str(run.world_size or "-"), str(record.get("precision", "-")),
-            describe_batch(run), f"{run.step_tokens[-1]:,}" if len(run.rows) else "-", describe_device(run),
+            _layout_text(run), str(run.world_size or "-"), str(record.get("precision", "-")),
+            _describe_batch(run), f"{run.step_tokens[-1]:,}" if len(run.rows) else "-", _describe_device(run),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "-"]
 
 
@@ -296,7 +296,7 @@ def comparison_sentence(differing: dict[str, list[str]]) -> str:
             "their curves has no single cause.")
 
 
-def layout_text(run: Run) -> str:
+def _layout_text(run: Run) -> str:
     """Return the layout's name and degrees; "-" if unknown."""
     layout = run.layout.get("layout") or {}
     if not layout:
@@ -308,7 +308,7 @@ def layout_text(run: Run) -> str:
     return f"{name} ({degrees})" if degrees else name
 
 
-def describe_batch(run: Run) -> str:
+def _describe_batch(run: Run) -> str:
     """Return the global batch and its factors."""
     batch = run.layout.get("batch") or {}
     sizes = [batch.get(name) for name in ("global_batch", "micro_batch", "accumulation", "dp_size")]
@@ -317,7 +317,7 @@ def describe_batch(run: Run) -> str:
     return "{} ({} x {} micro-steps x {} ranks)".format(*sizes)
 
 
-def describe_device(run: Run) -> str:
+def _describe_device(run: Run) -> str:
     """Return the name or type of the ranks' device."""
     device = (run.record.get("environment") or {}).get("device") or {}
     return str(device.get("name") or device.get("type") or "-")
@@ -335,9 +335,9 @@ def _outcomes(run: Run) -> dict[str, str]:
         "data": f"{data.get('tokenizer', '-')} {str(data.get('fingerprint', '-'))[:12]}",
         "precision": run.record.get("precision"),
         "batch": (run.layout.get("batch") or {}).get("global_batch"),
-        "layout": layout_text(run),
+        "layout": _layout_text(run),
         "ranks": run.world_size,
-        "device": describe_device(run),
+        "device": _describe_device(run),
         **{f"{name} version": versions.get(name) for name in ("torch", "deepspeed", "ezpz_llm")},
     })
 

@@ -13,7 +13,7 @@ from ezpz_llm.trainer.checkpoint_saves import finish_save
 from ezpz_llm.trainer.plan import check_state
 from ezpz_llm.trainer.session import Session, Stop
 
-MAX_ROLLBACKS = 3
+_MAX_ROLLBACKS = 3
 """Maximum number of rollbacks to the same checkpoint."""
 
 
@@ -27,8 +27,8 @@ def try_rollback(session: Session) -> bool:
     latest = session.checkpoints.latest_step
     if config.on_bad_steps == "stop":
         return _stop(session, reason)
-    if session.rollbacks[-MAX_ROLLBACKS:] == [latest] * MAX_ROLLBACKS:
-        return _stop(session, f"{reason}; rolling back to step {latest} did not help {MAX_ROLLBACKS} times")
+    if session.rollbacks[-_MAX_ROLLBACKS:] == [latest] * _MAX_ROLLBACKS:
+        return _stop(session, f"{reason}; rolling back to step {latest} did not help {_MAX_ROLLBACKS} times")
     source = config.resume if latest is None else session.dist.run_dir.path
     if source is None:
         return _stop(session, f"{reason}; there is no checkpoint to roll back to yet")

@@ -32,9 +32,9 @@ def after_step(session: Session) -> None:
     # Write metrics before saving, so that a run that resumes from the checkpoint finds the earlier lines. If
     # scores are due, they belong on this step's line but may take minutes, so save the checkpoint first.
     if logs:
-        reduce_metrics(session)
+        _reduce_metrics(session)
     if logs and not scores:
-        write_metrics(session)
+        _write_metrics(session)
     # Do not save during bad steps, so that a rollback can use the last checkpoint. Always save the last step,
     # unless the run rolls back or stops there.
     if saves and (not session.spikes.streak or (last and not session.spikes.should_stop)):
@@ -45,7 +45,7 @@ def after_step(session: Session) -> None:
             with session.clock.span("evaluation"):
                 evaluate(session, scores, EVALUATING)
         finally:
-            write_metrics(session)
+            _write_metrics(session)
     if others := [callback for callback in evaluations if not callback.logs_evaluation]:
         with session.clock.span("sampling"):
             evaluate(session, others, SAMPLING)
@@ -62,17 +62,17 @@ def end_early(session: Session, reason: str) -> None:
 
 def flush(session: Session) -> None:
     """Reduce and write the pending metrics lines."""
-    reduce_metrics(session)
-    write_metrics(session)
+    _reduce_metrics(session)
+    _write_metrics(session)
 
 
-def reduce_metrics(session: Session) -> None:
+def _reduce_metrics(session: Session) -> None:
     """Reduce the pending metrics lines, and pass them to the callbacks."""
     with session.clock.span("logging"):
         session.metrics.reduce(session.timeline, session.callbacks.log)
 
 
-def write_metrics(session: Session) -> None:
+def _write_metrics(session: Session) -> None:
     """Write the reduced lines, and print the callbacks' messages about them."""
     with session.clock.span("logging"):
         session.metrics.write()

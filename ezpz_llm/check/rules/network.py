@@ -153,7 +153,7 @@ def _hostname_problems(gathered: Gathered) -> Iterator[Finding]:
                           "NCCL and UCX may try shared memory between them")
 
 
-SLOW, VERY_SLOW = 2.0, 5.0
+_SLOW, _VERY_SLOW = 2.0, 5.0
 """Slowdowns relative to the median from which a finding is a warning, and from which it is `bad`."""
 _SPREADS = 3.0
 _MAD_TO_DEVIATION = 1.4826
@@ -174,12 +174,12 @@ def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
     logs = {key: math.log(max(rate, 1e-9)) for key, rate in rates.items()}
     middle = statistics.median(logs.values())
     spread = _MAD_TO_DEVIATION * statistics.median(abs(value - middle) for value in logs.values())
-    threshold = max(math.log(SLOW), _SPREADS * spread)
+    threshold = max(math.log(_SLOW), _SPREADS * spread)
     return {key: math.exp(middle - value) for key, value in logs.items() if middle - value > threshold}
 
 
 def _slowdown_level(times: float) -> Level:
-    return "bad" if times >= VERY_SLOW else "warn"
+    return "bad" if times >= _VERY_SLOW else "warn"
 
 
 def _slow_matmuls(gathered: Gathered) -> Iterator[Finding]:

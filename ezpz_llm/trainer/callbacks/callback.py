@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ezpz_llm.observe import MetricsLog
     from ezpz_llm.trainer.run_data import RunData
 
-RESERVED_METRICS = frozenset(("step", *ON_EACH_LINE, *ON_SOME_LINES))
+_RESERVED_METRICS = frozenset(("step", *ON_EACH_LINE, *ON_SOME_LINES))
 """Metrics of the trainer, which callbacks cannot replace."""
 
 
@@ -59,7 +59,7 @@ class CallbackContext:
             ValueError: the metric is one of the trainer's, the tensor has several elements, or the step's line has
                 been written.
         """
-        if name in RESERVED_METRICS:
+        if name in _RESERVED_METRICS:
             raise ValueError(f"{name} is a metric of the trainer; choose another name")
         if isinstance(value, (int, float, Real)):
             self._metrics.record_task(self.step, **{name: value if isinstance(value, int) else float(value)})

@@ -17,7 +17,7 @@ from ezpz_llm.dist.agreement import broadcast, raise_together, run_together
 from ezpz_llm.observe import terminal_width
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 
-STATE_KEY = "callbacks"
+_STATE_KEY = "callbacks"
 """Key of state.json with the states of added callbacks, by name."""
 _OWN_STATE_KEYS = ("guard",)
 """Keys of state.json with the states of the trainer's callbacks."""
@@ -44,7 +44,7 @@ class Callbacks:
         self._callbacks = list(callbacks)
         self._unclaimed: dict[str, Any] = {}
         self.added = [callback for callback in self._callbacks if _is_added(callback)]
-        names = [name_of(callback) for callback in self.added]
+        names = [_name_of(callback) for callback in self.added]
         main_names = broadcast(context.dist, names)
         run_together(context.dist, lambda: _check_names(names, main_names, context.dist.rank))
         self._with_state = [callback for callback in self._callbacks if _overrides(callback, "state_dict")]
@@ -57,7 +57,7 @@ class Callbacks:
         if not self.added:
             return
         dist = self.context.dist
-        packages = {name_of(callback): package_of(callback) for callback in self.added}
+        packages = {_name_of(callback): _package_of(callback) for callback in self.added}
         text = ", ".join(f"{name} ({package})" for name, package in packages.items())
         self.context.print(align_rows([("callbacks", text)], terminal_width()).removesuffix("\n"))
         if dist.is_main:
@@ -108,15 +108,15 @@ class Callbacks:
         states = {}
         for callback in self._with_state:
             if state := self._call(callback, "state_dict", partial(_json_state, callback)):
-                states[name_of(callback)] = state
+                states[_name_of(callback)] = state
         own = {key: states.pop(key) for key in _OWN_STATE_KEYS if key in states}
-        return {**own, STATE_KEY: {**self._unclaimed, **states}} if states or self._unclaimed else own
+        return {**own, _STATE_KEY: {**self._unclaimed, **states}} if states or self._unclaimed else own
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the callbacks from a checkpoint's state.json; keep the states of absent callbacks."""
-        states = {**state.get(STATE_KEY, {}), **{key: state[key] for key in _OWN_STATE_KEYS if key in state}}
+        states = {**state.get(_STATE_KEY, {}), **{key: state[key] for key in _OWN_STATE_KEYS if key in state}}
         for callback in self._with_state:
-            if (saved := states.pop(name_of(callback), None)) is not None:
+            if (saved := states.pop(_name_of(callback), None)) is not None:
                 self._call(callback, "load_state_dict", partial(callback.load_state_dict, saved))
         if states.keys() - self._unclaimed.keys():
             self.context.print(f"note: the checkpoint has the state of callbacks that this run does not have "
@@ -150,7 +150,7 @@ class Callbacks:
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if frame.filename == source), frames[-1])
         reason = error.found if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
-        found = (f"the callback {name_of(callback)} of {package_of(callback)} failed in {hook} on rank "
+        found = (f"the callback {_name_of(callback)} of {_package_of(callback)} failed in {hook} on rank "
                  f"{self.context.dist.rank}: {' '.join(reason.split())}")
         own = f"{found}\n{frame.filename}, line {frame.lineno}"
         first = own
@@ -174,12 +174,12 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def name_of(callback: Callback) -> str:
+def _name_of(callback: Callback) -> str:
     """Return a callback's name."""
     return callback.name or type(callback).__name__
 
 
-def package_of(callback: Callback) -> str:
+def _package_of(callback: Callback) -> str:
     """Return the package of a callback, or the script that defines it."""
     module = type(callback).__module__
     return callback.package or (Path(sys.argv[0]).name if module == "__main__" else module.partition(".")[0])

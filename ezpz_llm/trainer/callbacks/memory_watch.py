@@ -23,10 +23,10 @@ from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "copy")
-SECONDARY: Kind = "secondary"
+_SECONDARY: Kind = "secondary"
 """Second copy of the parameters, under hpZ only."""
 _UNSHARDED = "whole"
-_NAMES: dict[str, str] = {"copy": "master weights", SECONDARY: "second copy of parameters (hpZ)",
+_NAMES: dict[str, str] = {"copy": "master weights", _SECONDARY: "second copy of parameters (hpZ)",
                           _UNSHARDED: "temporarily unsharded (fsdp2)"}
 
 
@@ -69,7 +69,7 @@ class MemoryWatch(Callback):
 
     def _measure(self) -> None:
         # The optimizer step frees both.
-        self._at_step = {"gradients": gradient_bytes(self._engine), SECONDARY: secondary_bytes(self._engine)}
+        self._at_step = {"gradients": gradient_bytes(self._engine), _SECONDARY: secondary_bytes(self._engine)}
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Compare estimated and measured memory; a failure is only a warning."""
@@ -80,11 +80,11 @@ class MemoryWatch(Callback):
         plan = self._plan
         kinds = live_tensor_memory(self._engine, {})
         live = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
-                "copy": kinds["master"], SECONDARY: 0, **self._at_step}
+                "copy": kinds["master"], _SECONDARY: 0, **self._at_step}
         resolved = plan.resolved
         parts = memory_per_rank(resolved.layout, plan.model, dist.world_size, resolved.optimizer,
                                 resolved.precision, resolved.gradients)
-        shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
+        shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == _SECONDARY))
         peak, reserved = _peak(dist.device)
         numbers = torch.tensor([*(live[kind] for kind in shown), peak, reserved or 0, _cpu_peak()])
         *states, peak, most_reserved, host_peak = all_reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()

@@ -19,9 +19,9 @@ from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
-FIRST_LOSS_TOLERANCE = 0.3
+_FIRST_LOSS_TOLERANCE = 0.3
 """Tolerance of the first loss in nats. The losses of batches of a few thousand tokens differ by 0.05."""
-OVERFIT_FRACTION = 0.5
+_OVERFIT_FRACTION = 0.5
 """The batch is overfitted if the last loss is below this fraction of the first."""
 
 
@@ -74,7 +74,7 @@ class SelfChecks(Callback):
         stepped, self._stepped = self._stepped, None
         results = [*self._gradients(stepped, dist), self._optimizer(stepped, dist)] if stepped and updated else []
         if self._first and (loss := self._first_line["loss"]) is not None:
-            remark = first_loss_of_weights(self._model, loss) if self._loaded else first_loss(self._model, loss)
+            remark = _first_loss_of_weights(self._model, loss) if self._loaded else first_loss(self._model, loss)
             results += [remark] if remark else []
         return results
 
@@ -99,7 +99,7 @@ class SelfChecks(Callback):
     def overfit_failure(self) -> str | None:
         """Return the failure of `--overfit-one-batch`; None if the run overfitted its batch."""
         first, last = self._losses[0], self._losses[-1]
-        if first is not None and last is not None and last < OVERFIT_FRACTION * first:
+        if first is not None and last is not None and last < _OVERFIT_FRACTION * first:
             return None
         return (f"failed to overfit one batch: the loss was {_show(first)} in the first step and is {_show(last)} "
                 f"after {self._config.steps} steps")
@@ -153,13 +153,13 @@ def first_loss(model: ModelConfig, loss: float) -> str:
     """Describe the actual and expected loss of an untrained model, as a warning if they differ too much."""
     expected = expected_first_loss(model)
     text = f"first loss {loss:.4f}, expected {expected:.2f} (ln V plus half the variance of the logits)"
-    if abs(loss - expected) <= FIRST_LOSS_TOLERANCE:
+    if abs(loss - expected) <= _FIRST_LOSS_TOLERANCE:
         return text
-    return (f"warning: {text}: they differ by more than {FIRST_LOSS_TOLERANCE}. Check the initialization, the "
+    return (f"warning: {text}: they differ by more than {_FIRST_LOSS_TOLERANCE}. Check the initialization, the "
             f"vocabulary ({model.vocab_size} tokens) and the targets")
 
 
-def first_loss_of_weights(model: ModelConfig, loss: float) -> str | None:
+def _first_loss_of_weights(model: ModelConfig, loss: float) -> str | None:
     """Return a warning if loaded weights predict worse than a uniform guess."""
     guess = math.log(model.vocab_size)
     if loss <= guess:

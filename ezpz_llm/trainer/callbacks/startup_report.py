@@ -22,7 +22,7 @@ from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.first_screen import expected_end
 from ezpz_llm.trainer.plan import RunPlan
 
-STEPS_TIMED = 3
+_STEPS_TIMED = 3
 """Number of steps after the first that are timed to estimate the run's end time."""
 
 
@@ -36,12 +36,12 @@ class StartupReport(Callback):
     def on_step_end(self, context: CallbackContext) -> None:
         """Count the steps, and report after the first and after the timed ones."""
         self._steps += 1
-        if self._steps > 1 + STEPS_TIMED or not context.dist.is_main:
+        if self._steps > 1 + _STEPS_TIMED or not context.dist.is_main:
             return
         if self._steps == 1:
             self._report_startup(context)
-        elif self._steps == 1 + STEPS_TIMED:
-            step_s = (self._clock.now() - self._clock.marks[-1][1]) / STEPS_TIMED
+        elif self._steps == 1 + _STEPS_TIMED:
+            step_s = (self._clock.now() - self._clock.marks[-1][1]) / _STEPS_TIMED
             left = context.total_steps - context.step
             context.print(expected_end(left, step_s, time.time(), terminal_width()).removesuffix("\n"))
 
@@ -53,7 +53,7 @@ class StartupReport(Callback):
             with contextlib.suppress(UserError):  # an unreadable record
                 record: dict[str, Any] = read_record(context.dist.run_dir).get("launch", {})
                 launched_at = record.get("started")
-        seconds = durations(self._clock.marks, process_start_time(), launched_at)
+        seconds = durations(self._clock.marks, _process_start_time(), launched_at)
         if self._plan.config.compile:
             seconds["compiling"] = seconds_compiling()
             seconds["first step"] -= seconds["compiling"]
@@ -89,7 +89,7 @@ def durations(marks: Marks, process_started_at: float, launched_at: float | None
     return seconds
 
 
-def process_start_time() -> float:
+def _process_start_time() -> float:
     """Return the epoch time at which this process started, to 0.01 s on Linux and 1 s elsewhere."""
     try:
         ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
