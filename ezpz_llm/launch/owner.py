@@ -25,6 +25,8 @@ from ezpz_llm.rundir import RunDir, locked
 HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_TIMEOUT_S = 120.0
 """Age of the last heartbeat at which an owner on another node is considered dead."""
+_DEAD_AFTER_S = 1200.0
+"""Age at which it is dead for certain, whatever the clocks of the nodes."""
 _POLL_S = 0.2
 _FILE = "owner.json"
 
@@ -137,17 +139,19 @@ def _death_reason(lock: Path, old: Owner, new: Owner) -> str | None:
         return "its job has been requeued"  # Slurm ends all processes of a job before it requeues the job
     with contextlib.suppress(FileNotFoundError):
         last = lock.stat().st_mtime
-        # At least three heartbeats, since the clock of the file server may differ from this node's.
-        wait_s = max(3 * HEARTBEAT_INTERVAL_S, min(last - time.time(), 0) + HEARTBEAT_TIMEOUT_S)
-        print(f"the run directory has an owner: {old}; waiting up to {wait_s:.0f} s for its heartbeat",
-              file=sys.stderr, flush=True)
+        age_s = max(0.0, time.time() - last)
+        # The clock of the file server may differ from this node's, but not by many minutes.
+        wait_s = 0 if age_s > _DEAD_AFTER_S else max(3 * HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S - age_s)
+        if wait_s:
+            print(f"the run directory has an owner: {old}; waiting up to {wait_s:.0f} s for its heartbeat",
+                  file=sys.stderr, flush=True)
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             time.sleep(_POLL_S)
             # NFS updates cached times when a file is opened.
             if _read(lock) != old or lock.stat().st_mtime != last:
                 return None
-        return "no heartbeat"
+        return f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"
     return None
 
 
