@@ -138,7 +138,7 @@ def _serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, st
     send_lock, measuring = threading.Lock(), MeasuringProcess(env)
 
     def reply_to(request: Request) -> None:
-        """Reply to a request of rank 0 with facts, the time, the network, or a measurement."""
+        """Reply to a request from rank 0 with facts, the time, the network, or a measurement."""
         if request.stage == FACTS:
             answer: Mapping[str, Any] = gather_facts(info, env)
         elif request.stage == CLOCK:
@@ -151,7 +151,7 @@ def _serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, st
             send(connection, Reply(request.stage, answer))
 
     def reply_in_thread(request: Request) -> None:
-        """Reply in a new thread, since a stage may hang while rank 0 already requests the next."""
+        """Reply in a new thread, since a stage may hang while rank 0 is already requesting the next."""
         threading.Thread(target=reply_to, args=(request,), daemon=True).start()
 
     try:

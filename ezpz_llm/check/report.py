@@ -107,8 +107,7 @@ def _common_facts(gathered: Gathered) -> str:
 
 
 def write_report(run_dir: RunDir, report: Report) -> None:
-    """Write preflight.json with the verdict, the findings, and the facts. Stores facts that most ranks share once.
-    """
+    """Write preflight.json with the verdict, the findings, and the facts; facts of most ranks are stored once."""
     gathered = report.gathered
     common, per_rank = split_common_facts(gathered.facts)
     write_json(report_path(run_dir), without_secrets({

@@ -256,7 +256,7 @@ class MetricsLog:
                measured: Measured | None = None, tokens: float | None = None) -> None:
         """Record a finished step's local mean loss and global gradient norm.
 
-        Both are 0-d tensors, copied on the device without a synchronization.
+        Both are 0-d tensors, copied on the device without synchronizing it.
 
         Args:
             measured: other measurements of this step, on all ranks.

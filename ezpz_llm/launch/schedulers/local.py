@@ -69,7 +69,7 @@ class UnsupportedScheduler:
 
     Attributes:
         variables: variables that are set only in its jobs. The first has the job's id.
-        hostfile_commands: commands written after the scheduler's documentation.
+        hostfile_commands: commands based on the scheduler's documentation.
     """
 
     name: str
@@ -98,7 +98,7 @@ def overridden_job_note(env: Mapping[str, str], why: str) -> tuple[str, ...]:
 
 
 def reject_unsupported_job(env: Mapping[str, str]) -> None:
-    """Raise in a job of an unsupported scheduler: one rank on this node would be wrong.
+    """Raise an error in a job of an unsupported scheduler, instead of running one rank on this node.
 
     Raises:
         UserError: this is a job of one of `_UNSUPPORTED_SCHEDULERS`.
