@@ -8,7 +8,7 @@ bf16, its config has a bf16 block with the dtypes for gradient accumulation and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -62,8 +62,13 @@ class DeepSpeedEngine(MicroStepEngine):
             self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                                 model=model, optimizer=optimizer, mpu=mpu, config=config)[0]
         zero = self._engine.optimizer
+        if self.layout.zero.stage:
+            report_invalid_norms(zero)
         if self.layout.zero.stage in (1, 2):
             keep_until_reduced(zero)
+            # DeepSpeed's search of every gradient for NaN and Inf is not needed either: it took about 30 % of a
+            # step of GPT-2 124M on an H200.
+            zero.check_grad_overflow = False
         self.step_skip.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
 
     def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
@@ -106,6 +111,24 @@ class DeepSpeedEngine(MicroStepEngine):
     def training_state(self) -> EngineState:
         """Return slices of DeepSpeed's parameters and optimizer state."""
         return deepspeed_state(self._engine, *self._replica, self._scale)
+
+
+def report_invalid_norms(zero: Any) -> None:
+    """Make the gradient norm Inf if that of a parameter group is NaN or Inf, so that the step is skipped.
+
+    DeepSpeed replaces such a norm with -1, which versions before 0.19.8 combine with the other groups' norms to a
+    finite one.
+    """
+    for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
+        setattr(zero, name, _with_invalid_as_inf(getattr(zero, name)))
+
+
+def _with_invalid_as_inf(get_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def get_checked_norm(*args: Any, **named: Any) -> Tensor:
+        norm = get_norm(*args, **named)
+        return torch.where(norm < 0, math.inf, norm)
+
+    return get_checked_norm
 
 
 def keep_until_reduced(zero: Any) -> None:

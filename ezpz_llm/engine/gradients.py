@@ -135,7 +135,8 @@ class NonFiniteStepSkipper:
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.call_at_step()
         norm = self.norm if self._get_norm is None else self._get_norm()
-        skip = ~(torch.as_tensor(norm, device=self._device) <= self.limit)
+        # Not `norm > limit`, which is false for NaN; without a limit, only a finite norm passes.
+        skip = ~(torch.as_tensor(norm, device=self._device) <= min(self.limit, torch.finfo(torch.float32).max))
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = skip.float()
         elif bool(skip):

@@ -27,7 +27,8 @@ _EVERY_LAYOUT = {
 _STAGES_1_AND_2 = {
     "deepspeed.runtime.zero.stage_1_and_2": [
         "_global_grad_norm", "ipg_buckets", "averaged_gradients", "bit16_groups", "single_partition_of_fp32_groups",
-        "update_lp_params", "override_loss_scale", "average_tensor", "overlap_comm", "reduction_stream"],
+        "update_lp_params", "override_loss_scale", "average_tensor", "overlap_comm", "reduction_stream",
+        "check_grad_overflow", "get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"],
     "deepspeed.utils.mixed_precision_linkage": ["_hp_mapping"],
     "deepspeed.utils.tensor_fragment": ["lp_fragment_address", "hp_fragment_address"],
 }
@@ -36,7 +37,8 @@ _STAGE_3 = {
         "ds_tensor", "ds_secondary_tensor", "ds_numel", "ds_shape", "partition_numel", "local_device",
         "_convert_to_deepspeed_param"],
     "deepspeed.runtime.zero.stage3": [
-        "_global_grad_norm", "ipg_buckets", "grad_partitions_flat_buffer", "fp16_groups", "sub_group_to_group_id",
+        "_global_grad_norm", "get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload",
+        "ipg_buckets", "grad_partitions_flat_buffer", "fp16_groups", "sub_group_to_group_id",
         "fp32_partitioned_groups_flat", "override_loss_scale", "_swappable_optimizer_subgroup",
         "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out",
         "_reassign_or_swap_out_partitioned_parameters", "checkpoint_event_prologue", "checkpoint_event_epilogue",

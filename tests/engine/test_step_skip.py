@@ -16,7 +16,9 @@ from slowness import scaled
 SCRIPT = HELPERS / "step_skip_ranks.py"
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero3", "pp2", "pp2_tp2", "sp2",
            # The CPU reads the decision to skip, as with optimizers of offload and 8 bits.
-           "ddp:adamw_unfused", "zero2:adamw_unfused")
+           "ddp:adamw_unfused", "zero2:adamw_unfused",
+           "ddp::bf16", "zero1::bf16", "zero2::bf16", "zero3::bf16", "fsdp2::bf16", "pp2::bf16")
+EXACT = [layout for layout in LAYOUTS if "bf16" not in layout]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def four_ranks(tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EXACT)
 def test_norms_by_decay_group_are_those_of_plain_torch(four_ranks, layout):
     """Gradient norms before clipping, and update ratios, for sharded and replicated elements."""
     result = four_ranks[layout]
@@ -44,9 +46,13 @@ def test_norms_by_decay_group_are_those_of_plain_torch(four_ranks, layout):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_skipped_step_changes_nothing_on_any_rank(four_ranks, layout):
-    """A skipped step changes neither parameters, nor moments, nor the step count, even if one rank has the NaN."""
+    """A skipped step changes neither parameters, nor moments, nor the step count, even if only one rank has the NaN.
+
+    The squares of large finite gradients overflow, so that their norm is infinite. Stage 3 adds the squares in fp64.
+    """
     result = four_ranks[layout]
     assert result["too large"]
     assert result["not a number"]
+    assert result["infinite"] == ("zero3" not in layout)
     assert result["fine"]
     assert result["sound"]

@@ -1,6 +1,6 @@
 """Run by four ranks: skipped steps and measured norms under each layout.
 
-    mpiexec -n 4 python3 tests/helpers/step_skip_ranks.py FOLDER ddp zero2:adamw_unfused pp2_tp2 …
+    mpiexec -n 4 python3 tests/helpers/step_skip_ranks.py FOLDER ddp zero2:adamw_unfused zero1::bf16 pp2_tp2 …
 
 The reference is plain torch in every process. Rank 0 writes FOLDER/<layout>.json.
 """
@@ -64,23 +64,23 @@ class Run:
     """An engine and its training steps."""
 
     def __init__(self, dist: Dist, name: str) -> None:
-        layout, _, optimizer = name.partition(":")
+        layout, optimizer, precision = (name + "::").split(":")[:3]
         resolved = resolve(Request(layout, optimizer=optimizer or "adamw", world_size=dist.world_size, clip=CLIP,
                                    global_batch=GLOBAL_BATCH, model=CONFIG, accumulation=ACCUMULATION,
-                                   precision="fp32", device="cpu"))
+                                   precision=precision or "fp32", device="cpu"))
         chosen = resolved.layout
         dist.arrange(tp=chosen.tp, pp=chosen.pp, sp=chosen.sp)
         model = assemble(CONFIG, chosen, dist.mesh, 1337)
         self.dist = dist
         self.engine: Engine = build_engine(model, resolved, dist, lr=LR, betas=(0.9, 0.95), eps=1e-8,
                                            param_groups=decay_groups(model, DECAY))
-        self.poisoned = False
+        self.factor = 1.0
         inner = self.engine.module.forward
         self.engine.module.forward = lambda *args, **kwargs: self.poison(inner(*args, **kwargs))
 
     def poison(self, output: torch.Tensor) -> torch.Tensor:
-        """Replace the loss, or a stage's activations, with NaN on the last rank only."""
-        return output * float("nan") if self.poisoned and self.dist.rank == self.dist.world_size - 1 else output
+        """Multiply the loss, or a stage's activations, by the factor, on the last rank only."""
+        return output * self.factor if self.dist.rank == self.dist.world_size - 1 else output
 
     def step(self, number: int) -> torch.Tensor:
         data = sequences(number, GLOBAL_BATCH, CONFIG.block_size + 1)
@@ -118,9 +118,10 @@ def examine(dist: Dist, layout: str) -> dict:
     result = run.measured(MEASURED)
     run.engine.step_skip.limit = 1e-6
     result["too large"] = run.skipped(3)
-    run.engine.step_skip.limit, run.poisoned = math.inf, True
-    result["not a number"] = run.skipped(4)
-    run.poisoned, run.engine.step_skip.limit = False, 1e3
+    run.engine.step_skip.limit = math.inf
+    for run.factor, outcome in ((math.nan, "not a number"), (1e30, "infinite")):
+        result[outcome] = run.skipped(4)
+    run.factor, run.engine.step_skip.limit = 1.0, 1e3
     result["fine"] = not run.skipped(5)
     with run.engine.evaluating():
         data = sequences(6, GLOBAL_BATCH, CONFIG.block_size + 1)
