@@ -277,6 +277,7 @@ def setup(*, device: str | None = None, run_dir: str | Path | None = None, name:
     with clock.span("set-up"):
         dist = set_up_rank(device=device, run_dir=None if run_dir is None else Path(run_dir),
                            name=name or _default_name(Path(sys.argv[0]).stem), keeps_memory=False)
+        dist.ensure_group()
         environment = run_environment(dist)
         if dist.is_main:
             dist.side.update_record(dist.run_dir, environment=environment, config={"log_every": log_every})

@@ -39,6 +39,14 @@ def test_examples_change_at_most_six_lines():
         assert 0 < changed(name) <= MOST_CHANGED, name
 
 
+def test_example_in_one_process(tmp_path: Path):
+    """DistributedDataParallel needs a process group even for a single rank."""
+    done = subprocess.run([sys.executable, ROOT / "examples/torch_ddp.py"], cwd=tmp_path, capture_output=True,
+                          text=True, env=clean_env(OMP_NUM_THREADS="1"), timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 1, sum of weights " in done.stdout
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)  # DeepSpeed compiles an op once, which takes minutes
 @pytest.mark.parametrize("name", NEEDS)
