@@ -155,8 +155,8 @@ FAULTS = (
           "    undecayed = [(name, p) for name, p in named if not decays(p.shape)]",
           'decayed = [(name, p) for name, p in named if decays(p.shape) and "wte" not in name]\n'
           '    undecayed = [(name, p) for name, p in named if not decays(p.shape) or "wte" in name]', LLAMA),
-    Fault("decay-1-percent-off", "optimizer", BUILD, '"weight_decay": group["weight_decay"]}',
-          '"weight_decay": 1.01 * group["weight_decay"]}', GPT2),
+    Fault("decay-1-percent-off", "optimizer", BUILD, '"params": list(group["params"])}',
+          '"params": list(group["params"]), "weight_decay": 1.01 * group["weight_decay"]}', GPT2),
     Fault("decay-in-the-gradient", "optimizer", ADAMW, "torch.optim.AdamW(", "torch.optim.Adam(", GPT2),
     Fault("rate-of-the-first-group", "optimizer", STATE,
           'for group in optimizer.param_groups:\n        group["lr"] = lr',

@@ -39,7 +39,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     """Build the engine of a model with the optimizer of the run; see `put_in_engine`.
 
     Args:
-        param_groups: optimizer groups with "params" and "weight_decay" (see `ezpz_llm.model.init`).
+        param_groups: optimizer groups with "params", "names" and "weight_decay" (see `ezpz_llm.model.init`).
     """
     adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
 
@@ -50,7 +50,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
         deepspeed = import_deepspeed(dist.device.type)
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
 
-    groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
+    groups = [{**group, "params": list(group["params"])} for group in param_groups]
     return put_in_engine(model, resolved, dist, groups, make)
 
 
@@ -95,7 +95,7 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
         weights: initial weights, instead of those from the seed. Keep them readable until the engine is built.
 
     Raises:
-        UserError: the model's parameters differ from the table in `ezpz_llm.model.parameters`, or the layout does
+        UserError: the model's parameters differ from the table in `ezpz_llm.model.config`, or the layout does
             not support them.
     """
     with torch.device("meta"):

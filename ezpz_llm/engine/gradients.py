@@ -15,7 +15,8 @@ from ezpz_llm.base import UserError
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.dist.private_names import foreach_div_, foreach_norm
 from ezpz_llm.engine.optimizer_state import EngineState, Slice
-from ezpz_llm.model.parameters import decays, placement_of
+from ezpz_llm.model.config import decays
+from ezpz_llm.model.parameters import placement_of
 
 
 def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ezpz_llm.base import UserError, as_type
-from ezpz_llm.model.config import Mlp, ModelConfig, NormOrder, QKNorm
-from ezpz_llm.model.parameters import HEAD, TABLE, parameter_shapes
+from ezpz_llm.model.config import HEAD, TABLE, Mlp, ModelConfig, NormOrder, QKNorm
+from ezpz_llm.model.parameters import parameter_shapes
 
 _GELU: dict[str, Mlp] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 _LARGE_VOCABULARY = 2 ** 15

@@ -32,8 +32,8 @@ from ezpz_llm.dist.agreement import raise_together, run_together
 from ezpz_llm.hf.config import StoredTensor, stored_tensors, to_hf
 from ezpz_llm.hf.source import CONFIG, Source, adapter_error
 from ezpz_llm.hf.tokenizer import entry_of, write_tokenizer
-from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.parameters import HEAD, TABLE, Box, parameter_shapes, size, whole_box
+from ezpz_llm.model.config import HEAD, TABLE, ModelConfig
+from ezpz_llm.model.parameters import Box, parameter_shapes, size, whole_box
 from ezpz_llm.rundir import write_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -7,7 +7,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
@@ -25,10 +25,6 @@ from ezpz_llm.base import (
 Keys = Mapping[str, Union[str, "Keys"]]
 """Map from a key to a block, or to the kind of its value: "bool", "int > 0", "number? >= 0 <= 1", "any" (no check).
 """
-
-_OUR_KEYS: Keys = dict.fromkeys(("engine", "tp", "pp", "sp", "partition", "tiled", "shard_within"),
-                                "any")
-"""Keys of the block "ezpz_llm": options for which DeepSpeed has no key."""
 
 REMOVED: Mapping[str, str] = {
     "nebula": "Nebula checkpoints", "compression_training": "compression", "amp": "Apex mixed precision",
@@ -164,11 +160,19 @@ def load(name_or_path: str) -> DsConfig:
     if not isinstance(values, dict):
         raise UserError("a ds_config must be a JSON object", where=str(path),
                         instead='{"zero_optimization": {"stage": 1}}')
-    block = values.pop(OUR_BLOCK, {})
+    block = _require_block(values.pop(OUR_BLOCK, {}), path, OUR_BLOCK)
     warnings: list[str] = []
     values = _validate_keys(values, table().keys, path, "", warnings)
-    _validate_block(block, _OUR_KEYS, path, OUR_BLOCK, warnings)
     return DsConfig(path.stem, path, values, block, tuple(warnings))
+
+
+def check_our_keys(config: DsConfig, keys: Iterable[str]) -> None:
+    """Reject keys of the block "ezpz_llm" other than `keys`.
+
+    Raises:
+        UserError: a key is unknown.
+    """
+    _validate_keys(config.ours, dict.fromkeys(keys, "any"), config.path, f"{OUR_BLOCK}.", [])
 
 
 def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
@@ -206,7 +210,8 @@ def _validate_keys(values: Mapping[str, Any], keys: Keys, path: Path, prefix: st
         elif isinstance(kind := keys[key], str):
             checked[key] = _convert_value(value, kind, path, dotted_key)
         elif value is not None:  # DeepSpeed treats null as a missing block
-            checked[key] = _validate_block(value, kind, path, dotted_key, warnings)
+            checked[key] = _validate_keys(_require_block(value, path, dotted_key), kind, path, f"{dotted_key}.",
+                                          warnings)
     return checked
 
 
@@ -231,9 +236,9 @@ def _convert_value(value: Any, kind: str, path: Path, dotted_key: str) -> Any:
                         where=str(path)) from None
 
 
-def _validate_block(value: Any, keys: Keys, path: Path, dotted_key: str, warnings: list[str]) -> dict[str, Any]:
+def _require_block(value: Any, path: Path, dotted_key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{dotted_key} is {json.dumps(value)}, not a block", where=str(path),
                         instead='"zero_optimization": {"stage": 1}' if dotted_key == "zero_optimization" else
                         f'"{dotted_key}": {{…}}')
-    return _validate_keys(value, keys, path, dotted_key + ".", warnings)
+    return value

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from ezpz_llm.base import UserError, as_dataclass, count_noun, unknown_name_error
 from ezpz_llm.dist.degrees import AXES, Degrees
-from ezpz_llm.layout.ds_config import OUR_BLOCK, DsConfig
+from ezpz_llm.layout.ds_config import OUR_BLOCK, DsConfig, check_our_keys
 from ezpz_llm.layout.ds_config_overrides import translated_degrees
 from ezpz_llm.model.partition import Partition
 
@@ -19,6 +19,8 @@ Engine = Literal["ddp", "fsdp2", "deepspeed"]
 Offload = Literal["cpu", "nvme"]
 
 DEGREE_NAMES = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "sp": "sequence-parallel"}
+_OUR_KEYS = ("engine", *DEGREE_NAMES, "partition", "tiled", "shard_within")
+"""Keys of the block "ezpz_llm": options for which DeepSpeed has no key."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,9 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
     constraints.py checks whether it can run.
 
     Raises:
-        UserError: a value is invalid, or two values contradict each other.
+        UserError: a key or value is invalid, or two values contradict each other.
     """
+    check_our_keys(config, _OUR_KEYS)
     place = f"{OUR_BLOCK} in {config.path}"
     arguments = {"tp": tp, "pp": pp, "sp": sp}
     translated = translated_degrees(config)

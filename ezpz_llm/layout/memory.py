@@ -15,8 +15,8 @@ from ezpz_llm.layout.knobs import KNOBS, Kind, StoredState, Where
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName
 from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes, deepspeed_layout
-from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, block_matrix_count, count
+from ezpz_llm.model.config import AFTER, BEFORE, BLOCK, ModelConfig
+from ezpz_llm.model.parameters import block_matrix_count, count
 from ezpz_llm.model.partition import stage_bounds
 
 _DEFAULT_BUCKET = 500_000_000
@@ -201,10 +201,9 @@ def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
             attention += e * queries / tp  # the kernel's output is copied into the layout of the next layer
         if model.position == "rope":
             attention += e * (queries + kv) / tp  # rotated queries and keys, besides the matmul output
-    if model.qk_norm != "none":
-        # The norms' input if it is an fp32 copy, and without a fused kernel the normalized values.
-        copy = 4 if e < 4 and (work.cpu or RECIPES[work.precision].autocast) else 0
-        attention += (copy + (4 if work.cpu else 0)) * (queries + kv) / tp
+    # Norms within attention: the input if it is an fp32 copy, and without a fused kernel the normalized values.
+    copy = 4 if e < 4 and (work.cpu or RECIPES[work.precision].autocast) else 0
+    attention += (copy + (4 if work.cpu else 0)) * model.normalized_width / tp
     if model.mlp == "swiglu":
         # Autocast casts the input separately for the two layers that use it.
         mlp = e * width * (2 if RECIPES[work.precision].autocast else 1) + 4 * e * inside / tp

@@ -112,6 +112,7 @@ class Resolved:
     def _table(self, values: Mapping[str, Any], column: int) -> list[str]:
         """Return name, value and source, one line per value."""
         width = max((len(str(value)) for value in values.values()), default=0)
+        column = max([column, *(len(name) + 1 for name in values)])
         return [f"{name:<{column}}{value!s:<{width}}  {self.sources.get(name, '')}".rstrip()
                 for name, value in values.items()]
 

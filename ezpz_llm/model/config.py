@@ -1,10 +1,14 @@
-"""Model configuration, and the named models (imports no torch).
+"""Model configuration, the table of a model's parameters, and the named models (imports no torch).
+
+A new part of a block is an option and its parameters here, and its computation in gpt.py.
 
 Symbols: C width, D head dimension, H heads, L layers, T context length, V vocabulary size.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -150,6 +154,11 @@ class ModelConfig:
         return self.n_kv_head * self.head_dim
 
     @property
+    def normalized_width(self) -> int:
+        """Width of the activations that norms within attention keep for the backward pass."""
+        return 0 if self.qk_norm == "none" else self.q_width + self.kv_width
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and width of the logits, V."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -162,6 +171,140 @@ def _intermediate_size(mlp: str, n_embd: int) -> int:
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+TABLE, HEAD, _POSITIONS = "transformer.wte.weight", "lm_head.weight", "transformer.wpe.weight"
+"""Names of the token embedding, the untied output head, and the embedding of learned positions."""
+
+Initial = Literal["zeros", "ones", "embedding", "linear", "residual"]
+"""Rules for initial weights; the last three are normal distributions (see `ezpz_llm.model.init.initial_std`)."""
+TpRule = Literal["column", "row", "vocabulary", "head", "replicated", "summed"]
+"""Tensor-parallel rules of a parameter. "column": sharded by outputs, each part of its rows separately. "row":
+sharded by inputs; the layer's outputs are summed. "vocabulary", "head": sharded by vocabulary rows. "replicated":
+replicated and used on whole activations, so that every rank computes the same gradient. "summed": replicated but
+used on this rank's heads or hidden units, so that gradients are summed over the tensor-parallel ranks."""
+
+_DIMENSIONS: dict[str, Callable[[ModelConfig], int]] = {
+    "C": lambda model: model.n_embd, "C_q": lambda model: model.q_width, "C_kv": lambda model: model.kv_width,
+    "D": lambda model: model.head_dim, "F": lambda model: model.intermediate_size,
+    "T": lambda model: model.block_size, "V": lambda model: model.padded_vocab_size}
+"""Symbols of a shape: model width, total width of the queries, total width of the keys (and of the values), head
+dimension, MLP width, context length, padded vocabulary size."""
+
+_CONDITIONS: dict[str, Callable[[ModelConfig], bool]] = {
+    "always": lambda model: True, "bias": lambda model: model.bias,
+    "bias, layernorm": lambda model: model.bias and model.norm == "layernorm",
+    "swiglu": lambda model: model.mlp == "swiglu",
+    "swiglu, bias": lambda model: model.mlp == "swiglu" and model.bias,
+    "qk_norm head": lambda model: model.qk_norm == "head", "qk_norm width": lambda model: model.qk_norm == "width",
+    "learned positions": lambda model: model.position == "learned", "untied": lambda model: not model.tied}
+"""Conditions under which a model has a parameter."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Row of the table: a parameter of a block (with its name in the block) or of the model.
+
+    Attributes:
+        shape: for each dimension, a sum of `_DIMENSIONS`, whose terms are consecutive parts of the parameter
+            ("C_q + C_kv + C_kv" for queries, keys, values).
+        tp: tensor-parallel rule; None if unknown. A model with such a parameter does not support tensor
+            parallelism.
+        is_matmul: True for a weight matrix of a matmul with each token's activations: 2 FLOPs per element in the
+            forward pass and 4 in the backward pass.
+        when: key of `_CONDITIONS`.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    initial: Initial
+    tp: TpRule | None = None
+    is_matmul: bool = False
+    when: str = "always"
+
+    def exists_in(self, config: ModelConfig) -> bool:
+        """Return True if a model has the parameter."""
+        return _CONDITIONS[self.when](config)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if tensor parallelism shards the parameter."""
+        return self.tp in ("column", "row", "vocabulary", "head")
+
+    @property
+    def decays(self) -> bool:
+        """True if the parameter has weight decay."""
+        return decays(self.shape)
+
+    def parts(self, config: ModelConfig, dimension: int = 0) -> tuple[int, ...]:
+        """Return the sizes of the parts along a dimension."""
+        return tuple(_DIMENSIONS[term](config) for term in self.shape[dimension].split(" + "))
+
+    def sizes(self, config: ModelConfig) -> tuple[int, ...]:
+        """Return the shape in numbers."""
+        return tuple(sum(self.parts(config, dimension)) for dimension in range(len(self.shape)))
+
+    def numel(self, config: ModelConfig) -> int:
+        """Return the number of elements."""
+        return math.prod(self.sizes(config))
+
+
+def decays(shape: Sequence[Any]) -> bool:
+    """Return True if a parameter of this shape has weight decay: matrices and embeddings, not biases and norms."""
+    return len(shape) >= 2
+
+
+def _norm(name: str) -> tuple[Parameter, ...]:
+    return (Parameter(f"{name}.weight", ("C",), "ones", "replicated"),
+            Parameter(f"{name}.bias", ("C",), "zeros", "replicated", when="bias, layernorm"))
+
+
+def _linear(name: str, outputs: str, inputs: str, tp: TpRule, when: str = "") -> tuple[Parameter, ...]:
+    # The bias of a row-parallel layer is added once, to the sum.
+    return (Parameter(f"{name}.weight", (outputs, inputs), "residual" if tp == "row" else "linear", tp, True,
+                      when or "always"),
+            Parameter(f"{name}.bias", (outputs,), "zeros", "replicated" if tp == "row" else tp,
+                      when=f"{when}, bias" if when else "bias"))
+
+
+BLOCK: list[Parameter] = [
+    *_norm("ln_1"),
+    *_linear("attn.c_attn", "C_q + C_kv + C_kv", "C", "column"),
+    *(Parameter(f"attn.{part}_head_norm.weight", ("D",), "ones", "summed", when="qk_norm head") for part in "qk"),
+    Parameter("attn.q_width_norm.weight", ("C_q",), "ones", "column", when="qk_norm width"),
+    Parameter("attn.k_width_norm.weight", ("C_kv",), "ones", "column", when="qk_norm width"),
+    *_linear("attn.c_proj", "C", "C_q", "row"),
+    *_norm("ln_2"),
+    *_linear("mlp.c_fc", "F", "C", "column"),
+    *_linear("mlp.c_gate", "F", "C", "column", "swiglu"),
+    *_linear("mlp.c_proj", "C", "F", "row"),
+]
+"""Parameters of every block, in the order of `Block.named_parameters`."""
+
+BEFORE: tuple[Parameter, ...] = (Parameter(TABLE, ("V", "C"), "embedding", "vocabulary"),
+                                 Parameter(_POSITIONS, ("T", "C"), "embedding", "replicated",
+                                           when="learned positions"))
+"""Parameters before the blocks. `is_matmul` is False even for a tied embedding, because `matrix_parameter_count`
+always adds the output head."""
+
+AFTER: tuple[Parameter, ...] = (*_norm("transformer.ln_f"),
+                                Parameter(HEAD, ("V", "C"), "linear", "head", True, "untied"))
+"""Parameters after the blocks."""
+
+
+def add_to_block(*rows: Parameter) -> None:
+    """Add parameters of a changed `Block` to the table.
+
+    The table then determines their shapes, counts, initial weights, weight decay, memory, matmul FLOPs and tensor
+    parallelism.
+
+    Raises:
+        ValueError: the table already has a row with this name.
+    """
+    for row in rows:
+        if row.name in {present.name for present in BLOCK}:
+            raise ValueError(f"{row.name} is already in the table of parameters")
+        BLOCK.append(row)
 
 
 _GPT2 = {"block_size": 1024, "vocab_size": 50257, "vocab_multiple": 128}

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.config import ModelConfig, decays
 from ezpz_llm.model.parameters import (
     Box,
     Placement,
-    decays,
     parameter_named,
     parameter_shapes,
     placement_of,
@@ -49,7 +48,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
         model: a GPT, or a rank's part of one; see `ezpz_llm.model.parameters`.
 
     Raises:
-        UserError: a parameter is not in the table in `ezpz_llm.model.parameters`.
+        UserError: a parameter is not in the table in `ezpz_llm.model.config`.
     """
     load_values(model, initial_values(config, seed))
 

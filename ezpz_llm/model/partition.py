@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ezpz_llm.base import UserError
-from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, count
+from ezpz_llm.model.config import AFTER, BEFORE, BLOCK, ModelConfig
+from ezpz_llm.model.parameters import count
 
 Partition = Literal["parameters", "time"]
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from ezpz_llm.model.config import TABLE
 from ezpz_llm.model.gpt import GPT, embed, rotation_of
 from ezpz_llm.model.loss import Reduction
-from ezpz_llm.model.parameters import TABLE, placement_of, secondary, set_placement
+from ezpz_llm.model.parameters import placement_of, secondary, set_placement
 
 
 class PipelineStage(nn.Module):

@@ -22,20 +22,11 @@ from torch.nn import functional
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.config import ModelConfig, Parameter, TpRule
 from ezpz_llm.model.embedding import Columns, local_rows, lookup
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.loss import Head
-from ezpz_llm.model.parameters import (
-    Box,
-    Parameter,
-    Placement,
-    TpRule,
-    parameter_named,
-    placement_of,
-    set_placement,
-    whole_box,
-)
+from ezpz_llm.model.parameters import Box, Placement, parameter_named, placement_of, set_placement, whole_box
 from ezpz_llm.model.tp_collectives import copy_to_tp_region, gather_last_dim, reduce_from_tp_region, summed
 
 _REGIONS = ("attn", "mlp", "lm_head")

@@ -340,4 +340,5 @@ def _engine(resolved: Resolved, dist: Dist, seed: int, import_seconds: dict[str,
     return build_engine(model, resolved, dist, lr=adam.get("lr", LR), eps=adam.get("eps", 1e-8),
                         betas=(adam.get("beta1", 0.9), adam.get("beta2", 0.999)),
                         param_groups=[{"params": list(model.parameters()),
+                                       "names": [name for name, _ in model.named_parameters()],
                                        "weight_decay": adam.get("weight_decay", 0.0)}])

@@ -17,7 +17,7 @@ TWO = ["fp32:gpt2:fsdp2", "fp32:llama:fsdp2", "bf16_autocast:gpt2:fsdp2", "fp32:
        "bf16_autocast:llama:tiled", "bf16_autocast:gpt2:sp2", "fp32:odd:fsdp2", "fp32:odd:tiled",
        "fp32:wide:tiled"]
 TWO += [f"fp32:{shape}:{layout}" for shape, layout in zip(("gpt2", "llama") * 3, STAGES, strict=True)]
-FAMILIES = [f"fp32:{shape}:{layout}" for shape in ("qwen3", "olmo2", "slowed")
+FAMILIES = [f"fp32:{shape}:{layout}" for shape in ("qwen3", "olmo2", "slowed", "gpt2_normed")
             for layout in ("zero3", "fsdp2", "sp2", "tiled")]
 OTHERS = ["fp32:llama:zero3:small", "fp32:gpt2:sp2:summed", "checkpoints"]
 FOUR = ["fp32:gpt2:fsdp2", "fp32:gpt2:fsdp2_within2", "bf16:gpt2:fsdp2_within2", "bf16_autocast:odd:fsdp2_within2",

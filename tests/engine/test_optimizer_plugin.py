@@ -1,4 +1,4 @@
-"""Optimizer of another package: one file with an entry point; runs with it resume from checkpoints."""
+"""Optimizers of other packages: one file with an entry point; runs with them resume from checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_runs import clean_env
+import torch
+from launch_runs import clean_env, need_mpiexec
+from muon import MUON
+from places import HELPERS
 from slowness import scaled
 
 _LION = '''
@@ -44,20 +47,30 @@ LION = Lion("lion", "Lion (arXiv:2302.06675)", {"exp_avg": 4})
 '''
 
 
-@pytest.fixture(name="env")
-def _env(tmp_path: Path) -> dict[str, str]:
-    """Environment in which a package with that file is installed."""
-    folder = tmp_path / "installed"
-    (folder / "lion-1.0.dist-info").mkdir(parents=True)
-    (folder / "lion.py").write_text(_LION)
-    (folder / "lion-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: lion\nVersion: 1.0\n")
-    (folder / "lion-1.0.dist-info/entry_points.txt").write_text("[ezpz_llm.optimizers]\nlion = lion:LION\n")
+def _install(folder: Path, name: str, source: str) -> dict[str, str]:
+    """Install a package with one file, and return an environment with it."""
+    (folder / f"{name}-1.0.dist-info").mkdir(parents=True)
+    (folder / f"{name}.py").write_text(source)
+    (folder / f"{name}-1.0.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (folder / f"{name}-1.0.dist-info/entry_points.txt").write_text(
+        f"[ezpz_llm.optimizers]\n{name} = {name}:{name.upper()}\n")
     return clean_env(PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
 
 
-def _train(cwd: Path, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ezpz_llm.train", "--device", "cpu", *arguments], cwd=cwd, env=env,
-                          text=True, capture_output=True, timeout=scaled(500), check=False)
+@pytest.fixture(name="env")
+def _env(tmp_path: Path) -> dict[str, str]:
+    return _install(tmp_path / "installed", "lion", _LION)
+
+
+@pytest.fixture(name="with_muon")
+def _with_muon(tmp_path: Path) -> dict[str, str]:
+    return _install(tmp_path / "installed", "muon", (HELPERS / "muon.py").read_text())
+
+
+def _train(cwd: Path, env: dict[str, str], *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(ranks)] if ranks > 1 else []
+    return subprocess.run([*launch, sys.executable, "-m", "ezpz_llm.train", "--device", "cpu", *arguments], cwd=cwd,
+                          env=env, text=True, capture_output=True, timeout=scaled(500), check=False)
 
 
 def _losses(run: Path) -> list[float]:
@@ -104,3 +117,45 @@ def test_broken_plugin_is_skipped_with_a_warning(tmp_path: Path, env: dict[str, 
     assert selected.returncode == 2
     assert "ignoring the entry point" in selected.stderr
     assert "adamw_8bit" in selected.stderr
+
+
+@pytest.mark.full
+def test_matrix_optimizer_resumes_under_another_layout(tmp_path: Path, with_muon: dict[str, str]) -> None:
+    """Train with whole matrices under ddp, and continue with partitions of them under zero1, on two ranks."""
+    need_mpiexec()
+    whole = _train(tmp_path, with_muon, "--n-layer", "2", "--n-embd", "64", "--block-size", "32", "--ds-config",
+                   "ddp", "--precision", "fp32", "--steps", "8", "--optimizer", "muon", "--lr", "2e-3",
+                   "--schedule", "constant", "--save-every", "4", "--eval-tokens", "0", "--sample-tokens", "0",
+                   "--profile", "false", "--run-dir", "whole", ranks=2)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    losses = _losses(tmp_path / "whole")
+    assert losses[-1] < losses[0] - 0.5
+    middle = next((tmp_path / "whole/checkpoints").glob("*4"))
+    again = _train(tmp_path, with_muon, "--resume", str(middle), "--ds-config", "zero1", "--run-dir", "again",
+                   ranks=2)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert _losses(tmp_path / "again") == pytest.approx(losses[4:], abs=1e-5)
+
+
+def test_matrix_optimizer_orthogonalizes_the_matrices_of_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    names = ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"]
+    params = [torch.nn.Parameter(torch.zeros(24, 16)) for _ in names]
+    for parameter in params:
+        parameter.grad = torch.randn(24, 16, generator=generator)
+    MUON.build([{"params": params, "names": names, "weight_decay": 0.0}],
+               {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8}, False).step()
+    table, matrix = (parameter.detach() for parameter in params)
+    assert table.abs().allclose(torch.ones(24, 16), atol=1e-4)
+    values = torch.linalg.svdvals(matrix) / (0.2 * 24 ** 0.5)
+    assert 0.6 < values.min() < values.max() < 1.3
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3", "fsdp2"])
+def test_matrix_optimizer_rejects_other_layouts(tmp_path: Path, with_muon: dict[str, str], layout: str) -> None:
+    checked = _train(tmp_path, with_muon, "--check", "--world-size", "2", "--ds-config", layout, "--optimizer",
+                     "muon")
+    assert checked.returncode == 2
+    assert "muon needs every matrix whole, or in flat partitions over all ranks (ddp, ZeRO 1 and 2); " \
+        f"{layout} distributes matrices in another way\n" in checked.stderr
+    assert "\n  where:   --optimizer muon\n  instead: --optimizer adamw" in checked.stderr

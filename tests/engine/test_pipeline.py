@@ -68,7 +68,7 @@ def assert_same(folder: Path, run: str, reference: str) -> None:
 
 @pytest.mark.full
 def test_every_family_equals_one_process(tmp_path: Path) -> None:
-    families = ("qwen3", "olmo2", "slowed")
+    families = ("qwen3", "olmo2", "slowed", "gpt2_normed")
     run_ranks(tmp_path, 2, [f"{shape}:fp32:{layout}" for shape in families for layout in ("ddp", "pp2")])
     for shape in families:
         assert_same(tmp_path, f"{shape}:fp32:pp2", f"{shape}:fp32:ddp")

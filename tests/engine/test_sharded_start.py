@@ -13,7 +13,8 @@ from start_ranks import SHAPES
 
 from ezpz_llm.engine.sharded_start import first_element
 from ezpz_llm.layout.ops import is_built
-from ezpz_llm.model.parameters import BLOCK, count
+from ezpz_llm.model.config import BLOCK
+from ezpz_llm.model.parameters import count
 
 SCRIPT = HELPERS / "start_ranks.py"
 SHARDED = ("zero3", "fsdp2", "tiled")

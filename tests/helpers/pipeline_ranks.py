@@ -42,9 +42,16 @@ STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 8, 8, 4, 0.5, 32
 
 
 def config_of(shape: str, options: list[str]) -> ModelConfig:
-    """Return a model of four blocks. gpt2 has tied embeddings, the others do not; slowed has Llama 3.2's RoPE."""
+    """Return a model of four blocks.
+
+    gpt2 has tied embeddings, the others do not; slowed has Llama 3.2's RoPE.
+
+    gpt2_normed has QK norm.
+    """
     small: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_kv_head": 4 if shape == "gpt2" else 2, "n_embd": 32,
                              "block_size": BLOCK}
+    if shape == "gpt2_normed":
+        shape, small = "gpt2", {**small, "qk_norm": "head"}
     if shape == "slowed":
         shape, small = "llama", {**small, "rope_theta": 50.0, "rope_factor": 8.0, "rope_context": 16}
     dropout = 0.2 if "dropout" in options else 0.0

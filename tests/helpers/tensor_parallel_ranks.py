@@ -45,6 +45,7 @@ from ezpz_llm.rundir import RunDir
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, VOCABULARY = 6, 8, 2, 0.5, 32, 60
 _SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": BLOCK, "vocab_size": VOCABULARY}
 CONFIGS = {"gpt2": get_model_config("tiny-gpt2", **_SMALL),
+           "gpt2_normed": get_model_config("tiny-gpt2", **_SMALL, qk_norm="head"),
            "llama": get_model_config("tiny-llama", **_SMALL, n_kv_head=2, intermediate_size=96, tied=False),
            "qwen3": get_model_config("tiny-qwen3", **_SMALL, intermediate_size=96),
            "olmo2": get_model_config("tiny-olmo2", **_SMALL, intermediate_size=96),

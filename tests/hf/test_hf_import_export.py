@@ -26,10 +26,10 @@ from ezpz_llm.hf.tokenizer import write_tokenizer
 from ezpz_llm.hf.weights import export, open_weights
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
+from ezpz_llm.model.config import HEAD, MODELS, TABLE, ModelConfig, get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, load_values
-from ezpz_llm.model.parameters import HEAD, TABLE, parameter_count, parameter_shapes, whole_box
+from ezpz_llm.model.parameters import parameter_count, parameter_shapes, whole_box
 from ezpz_llm.rundir import RunDir
 
 if importlib.util.find_spec("transformers") is None:

@@ -15,19 +15,10 @@ from ezpz_llm.engine.build import assemble
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import held_parameters
 from ezpz_llm.model import tensor_parallel
-from ezpz_llm.model.config import MODELS, get_model_config
+from ezpz_llm.model.config import AFTER, BEFORE, BLOCK, MODELS, add_to_block, get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_counts, decay_groups
-from ezpz_llm.model.parameters import (
-    AFTER,
-    BEFORE,
-    BLOCK,
-    add_to_block,
-    check_parameters,
-    matrix_parameter_count,
-    parameter_count,
-    parameter_shapes,
-)
+from ezpz_llm.model.parameters import check_parameters, matrix_parameter_count, parameter_count, parameter_shapes
 
 PAGE = ROOT / "benchmarks" / "results" / "parameters.md"
 ALONE = SimpleNamespace(group=lambda *axes: None, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
@@ -92,6 +83,16 @@ def test_new_parameter_needs_only_a_row():
         assert all(bool(gain.grad.norm() > 0) for gain in gains)
         with pytest.raises(ValueError, match="is already in the table of parameters"):
             add_to_block(ROWS[0])
+
+
+def test_part_of_a_block_needs_two_files():
+    """The option and its parameters are in one file, the computation in another.
+
+    A third file has Hugging Face's names.
+    """
+    package = ROOT / "ezpz_llm"
+    assert {str(path.relative_to(package)) for path in package.rglob("*.py") if "qk_norm" in path.read_text()} == {
+        "model/config.py", "model/gpt.py", "hf/config.py"}
 
 
 def test_model_that_differs_from_the_table_is_rejected():

@@ -58,7 +58,8 @@ class Optimizer(ABC):
         """Build the torch optimizer.
 
         Args:
-            groups: parameter groups, each with "params" and "weight_decay".
+            groups: parameter groups, each with "params", their "names" in the model, and "weight_decay". Under
+                ZeRO, DeepSpeed replaces the parameters of a group by its partition of them as one flat tensor.
             settings: lr, betas and eps.
             fused: True if a fused kernel may be used.
 
