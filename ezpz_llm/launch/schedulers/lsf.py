@@ -153,6 +153,7 @@ class LsfScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
+        """Return the option, or for options that exclude each other, all of them."""
         _, word, *value = line.split(maxsplit=2)
         if word == "-R":
             # bsub combines several -R, but accepts only one span.

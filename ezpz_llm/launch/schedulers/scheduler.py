@@ -306,7 +306,10 @@ class BatchScheduler(Scheduler):
 
     @abstractmethod
     def subjects(self, line: str) -> set[str]:
-        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
+        """Return names of the settings in a directive line.
+
+        If lines of submit and of the site have a name in common, the script keeps only one of these lines.
+        """
 
     @abstractmethod
     def submission(self, script: str, after: str | None) -> list[str]:

@@ -271,6 +271,7 @@ class SlurmScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
+        """Return the long form of the option."""
         word = re.split(r"[=\s]", line.split()[1])[0]
         return {_SHORT.get(word, word)}
 
