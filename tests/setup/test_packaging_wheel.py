@@ -60,14 +60,19 @@ def requirements(name: str, extra: str = "") -> list[str]:
     return [one.name for one in parsed if one.marker is None or one.marker.evaluate({"extra": extra})]
 
 
+def create_venv(folder: Path, wheel: Path) -> Path:
+    """Create an environment with only the wheel; return its site-packages folder."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+
+
 @pytest.fixture(scope="module")
 def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Environment of `pip install ezpz_llm`: the wheel and its dependencies, copied instead of downloaded."""
     folder = tmp_path_factory.mktemp("plain") / "venv"
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    site = create_venv(folder, wheel)
     waiting, copied = requirements("ezpz_llm"), set()
     while waiting:
         name = waiting.pop()
@@ -86,10 +91,7 @@ def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Environment with only the wheel, which uses the dependencies of the current environment."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    site = create_venv(folder, wheel)
     borrowed = [path for path in sys.path if path.endswith("site-packages") and Path(path).is_dir()]
     assert sysconfig.get_path("purelib") in borrowed
     # Folders added by a .pth file: their own .pth files, such as that of an editable install, are ignored.
