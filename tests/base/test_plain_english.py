@@ -59,8 +59,8 @@ def functions_without_docstring(text: str) -> list[tuple[int, str]]:
     return [(node.lineno, node.name) for node in ast.walk(ast.parse(text))
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not ast.get_docstring(node)
             and (any(ast.unparse(decorator) == "abstractmethod" for decorator in node.decorator_list)
-                 or not node.name.startswith("_") and (node.end_lineno or 0) - node.lineno > 3
-                 and node.name not in ("forward", "backward"))]  # torch.autograd.Function
+                 or (not node.name.startswith("_") and (node.end_lineno or 0) - node.lineno > 3
+                 and node.name not in ("forward", "backward")))]  # torch.autograd.Function
 
 
 @pytest.mark.parametrize("package", [".", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))])

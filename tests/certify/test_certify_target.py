@@ -17,7 +17,7 @@ from slowness import scaled
 
 from ezpz_llm.base import UserError
 from ezpz_llm.base.untrusted_input import read_bytes
-from ezpz_llm.certify import __main__ as certify_main, target_file
+from ezpz_llm.certify import command as certify_main, target_file
 from ezpz_llm.certify.cases import parser, plan
 from ezpz_llm.certify.recheck import read_certificate
 from ezpz_llm.certify.target_file import LAYOUTS, find_target, load
@@ -281,7 +281,7 @@ def planned(*arguments: str):
 
 
 def test_a_target_is_planned_without_torch() -> None:
-    program = ("import sys; from ezpz_llm.certify.__main__ import main; "
+    program = ("import sys; from ezpz_llm.certify.command import main; "
                f"code = main(['--check', '--target', '{TARGETS}:mlp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
