@@ -179,7 +179,7 @@ NEED_TRAINER = {"train": (), "test_dist": (), "evaluate": (), "generate": ("x",)
                 "scale": (), "data": ("prepare", "corpus.txt"), "checkpoint": ("inspect", ".")}
 """Commands that need the extra "train", with arguments."""
 NEED_NO_TRAINER = {"launch": ("--dry-run", "hostname"), "layouts": (), "completion": ("bash",),
-                   "doctor": ("--help",), "preflight": ("--help",), "watch": ("--help",), "why": ("--help",),
+                   "doctor": (), "preflight": ("--help",), "watch": ("--help",), "why": ("--help",),
                    "report": ("--help",),
                    "submit": ("--scheduler", "slurm", "--nodes", "2", "--time", "1:00:00", "--dry-run", "--",
                               "launch", "true")}
@@ -205,3 +205,13 @@ def test_a_plain_install_names_the_extra(plain: Path, tmp_path: Path, name: str)
 @pytest.mark.parametrize("name", NEED_NO_TRAINER)
 def test_a_plain_install_runs_the_other_commands(plain: Path, tmp_path: Path, name: str) -> None:
     run(plain / "bin" / "python", "-m", f"ezpz_llm.{name}", *NEED_NO_TRAINER[name], cwd=tmp_path)
+
+
+def test_doctor_reports_a_plain_install_as_fit_and_names_the_extra(plain: Path, tmp_path: Path) -> None:
+    report = json.loads(run(plain / "bin" / "ezpz-llm", "doctor", "--json", cwd=tmp_path))
+    assert report["fit"] is True
+    findings = {finding["topic"]: finding for finding in report["findings"]}
+    assert findings.keys() >= {"python", "trainer", "launcher", "scheduler"}
+    assert not findings.keys() & {"torch", "deepspeed", "MPI library", "compiler"}
+    assert findings["trainer"]["level"] == "ok"
+    assert "pip install 'ezpz_llm[train]'" in findings["trainer"]["instead"]
