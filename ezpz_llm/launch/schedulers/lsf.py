@@ -180,9 +180,6 @@ class LsfScheduler(BatchScheduler):
     def cancel(self, ids: list[str]) -> str:
         return f"bkill {shlex.join(ids)}"
 
-    def output_file(self, request: Request, job: str) -> str:
-        return str(request.output / f"job-{job}.log")
-
 
 def read_time_left(text: str) -> float | None:
     """Parse "1:05 L", the hours and minutes until the run limit, into seconds.

@@ -327,9 +327,9 @@ class BatchScheduler(Scheduler):
     def cancel(self, ids: list[str]) -> str:
         """Return the command that cancels these jobs."""
 
-    @abstractmethod
     def output_file(self, request: Request, job: str) -> str:
-        """Return the path of the job's output file."""
+        """Return the path of the job's output file: job-ID.log by default."""
+        return str(request.output / f"job-{job}.log")
 
     def time_limit(self, seconds: int) -> str:
         """Format a time limit for a directive line: H:MM:SS by default."""

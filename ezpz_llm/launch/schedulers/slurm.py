@@ -290,9 +290,6 @@ class SlurmScheduler(BatchScheduler):
     def cancel(self, ids: list[str]) -> str:
         return f"scancel {' '.join(ids)}"
 
-    def output_file(self, request: Request, job: str) -> str:
-        return str(request.output / f"job-{job}.log")
-
 
 def _own_step(env: Mapping[str, str]) -> str | None:
     step = env.get("SLURM_STEP_ID", "")
