@@ -31,12 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import tiktoken
 
 from ezpz_llm.data.atomic_dir import JOURNAL
 from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.manifest import read_manifest
-from ezpz_llm.data.tokenizers import get_tokenizer
+from ezpz_llm.data.tokenizers import EncodingTokenizer, get_tokenizer
 from ezpz_llm.rundir import write_json
 
 DOCUMENT_BYTES = 5000
@@ -80,7 +79,9 @@ def write_corpus(folder: Path, size: int, parquet: bool) -> int:
 
 def tiktoken_speed() -> dict[str, float]:
     """Return the speed of `encode_ordinary` on texts in memory, best of three."""
-    encoding: tiktoken.Encoding = get_tokenizer("gpt2").encoding
+    tokenizer = get_tokenizer("gpt2")
+    assert isinstance(tokenizer, EncodingTokenizer)
+    encoding = tokenizer.encoding
     texts = documents(20_000_000, 99)
     size, best = sum(len(text.encode()) for text in texts), 0.0
     for _ in range(3):

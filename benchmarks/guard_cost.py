@@ -22,6 +22,7 @@ import torch
 
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
@@ -43,6 +44,7 @@ def measure(model: str, block_size: int, steps: int) -> dict[str, object]:
         init_weights(plain, config, 1337)
         engine = build_engine(plain, resolved, dist, lr=1e-4, betas=(0.9, 0.95), eps=1e-8,
                               param_groups=decay_groups(plain, 0.1))
+        assert isinstance(engine, TorchEngine)
         optimizer = engine._optimizer
         hooks = dict(optimizer._optimizer_step_pre_hooks), dict(optimizer._optimizer_step_post_hooks)
         tokens = torch.randint(config.vocab_size, (1, block_size + 1))

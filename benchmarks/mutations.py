@@ -172,7 +172,7 @@ def _define(folder: Path, found: Path, topic: str | None) -> None:
     definitions = importlib.import_module("ezpz_llm.certify.definitions")
     assert Path(definitions.__file__ or "").is_relative_to(folder)
     if topic is not None:
-        definitions.TOPICS = {topic: definitions.TOPICS[topic]}
+        vars(definitions)["TOPICS"] = {topic: definitions.TOPICS[topic]}
     raise SystemExit(definitions.main([str(found)]))
 
 

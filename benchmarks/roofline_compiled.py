@@ -67,7 +67,7 @@ def _take_graph(counter: Counter, graph: fx.GraphModule, inputs: Sequence[Any],
         with counter.paused():
             return graph(*arguments)
 
-    run._boxed_call = True
+    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

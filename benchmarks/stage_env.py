@@ -52,7 +52,7 @@ def main() -> int:
         runs = {"not staged": count_calls(folder, "shared"),
                 "staged, archive made": count_calls(folder, "first", "--stage-env"),
                 "staged, archive there": count_calls(folder, "second", "--stage-env")}
-    result = {
+    result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "command": "python3 benchmarks/stage_env.py",
         "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
                     **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}},

@@ -30,7 +30,7 @@ from ezpz_llm.certify.target_case import certify_target
 from ezpz_llm.certify.target_reference import make_target_reference
 from ezpz_llm.certify.uncovered_paths import check_paths
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agreement import run_together
+from ezpz_llm.dist.agreement import PeerFailedError, run_together
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.launch.variables import EVALUATING, TRAINING
 from ezpz_llm.observe import run_environment
@@ -103,6 +103,8 @@ def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
                           else f"reference: {task[0]} {task[1]} in one process")
         try:
             run_together(dist, partial(run_task_of_rank, tasks))
+        except PeerFailedError:
+            raise
         except UserError as why:
             if dist.is_main:
                 write_reference_error(job.root, why)

@@ -21,6 +21,8 @@ from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
 
 _MIN_PYTHON, _MIN_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 17, 6), (0, 20))
+_TRAINER = ("deepspeed", "jsonargparse")
+"""Packages that only the trainer needs. If none is installed, ezpz_llm was installed without its extra "train"."""
 _BUILDS = {"cuda": ("CUDA", "NVIDIA"), "hip": ("ROCm", "AMD"), "xpu": ("XPU", "Intel")}
 _DEVICES_TIMEOUT_S = 60
 _LIST_DEVICES = """
@@ -32,13 +34,20 @@ print(json.dumps(names or (["Apple GPU"] if torch.backends.mps.is_available() el
 
 
 def software_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings for Python, torch, DeepSpeed, devices and MPI."""
+    """Yield the findings for Python, devices, and those of torch, DeepSpeed and MPI that should be installed."""
     yield _check_python()
-    build, loaded = torch_build(), drivers()
-    yield check_torch(build, loaded, _cuda_of_driver())
-    yield check_package("deepspeed", *_DEEPSPEED)
+    build, loaded, library = torch_build(), drivers(), mpi_library()
+    has_trainer = any(map(installed, _TRAINER))
+    if not has_trainer:
+        yield Finding("ok", "trainer", "not installed; this installation only launches",
+                      "pip install 'ezpz_llm[train]' to train, or run the command with launchers/with-env")
+    if has_trainer or build:
+        yield check_torch(build, loaded, _cuda_of_driver())
+    if has_trainer:
+        yield check_package("deepspeed", *_DEEPSPEED)
     yield check_devices(env, build)
-    yield check_mpi(mpi_library(), _mpiexec(env))
+    if has_trainer or library:
+        yield check_mpi(library, _mpiexec(env))
 
 
 def _check_python() -> Finding:
@@ -164,8 +173,9 @@ _EARLIEST = 1.7e9
 
 def tool_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for compiler, ops, build locks, py-spy and clock."""
-    yield check_compiler(env)
-    if torch_build() and installed("deepspeed"):
+    if build := torch_build():
+        yield check_compiler(env)
+    if build and installed("deepspeed"):
         yield from map(_check_op, OPS)
     for lock in _stale_locks(env):
         yield Finding("warn", "stale lock", f"{lock}: builds of this op would wait forever",

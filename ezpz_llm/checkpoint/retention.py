@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,9 @@ class Keep:
 
 
 def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
-    """Remove complete checkpoints that `keep` does not cover; return their former paths.
+    """Remove complete checkpoints that `keep` does not cover; return the former paths of those removed.
+
+    Print a warning for each checkpoint that cannot be removed.
 
     Checkpoints of later steps than the one that `latest` names were saved before the run was resumed from an
     earlier step. They remain until the run reaches their steps again.
@@ -43,12 +45,18 @@ def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
         return []
     folders = [path for path in complete_checkpoints(run_dir.checkpoints) if step_of(path) <= step_of(newest)]
     excess = [path for path in folders[:-max(keep.last, 1)] if not (keep.every and step_of(path) % keep.every == 0)]
+    removed = []
     for path in excess:
-        # Rename first: an interrupted removal must not leave a folder that looks complete. If the rename fails, the
-        # next save tries it again.
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")), ignore_errors=True)
-    return excess
+        # Rename first: an interrupted removal must not leave a folder that looks complete.
+        try:
+            renamed = path.rename(path.with_name(f".{path.name}.removed"))
+        except OSError as error:
+            print(f"warning: the old checkpoint {path} cannot be removed: {error.strerror}; the next save tries "
+                  "again", file=sys.stderr, flush=True)
+            continue
+        shutil.rmtree(renamed, ignore_errors=True)
+        removed.append(path)
+    return removed
 
 
 def find(where: str | Path) -> Path:

@@ -1,7 +1,8 @@
-"""Collectives for Python objects, and for raising one rank's `UserError` on all ranks, so that none waits."""
+"""Collectives for Python objects, and for raising one rank's error on all ranks, so that none waits."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
 
 T = TypeVar("T")
+
+
+class PeerFailedError(UserError):
+    """Error on a rank if another rank failed with an exception that is not a UserError."""
 
 
 def gather(dist: Dist, value: Any) -> list[Any] | None:
@@ -82,22 +87,30 @@ def first_value(dist: Dist, value: T | None) -> T | None:
 
 
 def run_together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T:
-    """Run `action` on every rank, or on rank 0 only (the other ranks then return None). Collective.
+    """Run `action`, which must not communicate, on every rank, or on rank 0 only. Collective.
 
-    A rank whose action raises another exception than UserError raises it alone, and the others wait for that rank.
+    With `on_main`, the other ranks return None. A rank whose action raises another exception than UserError raises
+    that exception itself.
 
     Raises:
         UserError: the action raised it on a rank. Every rank raises the error of the lowest such rank.
+        PeerFailedError: the action raised another exception on another rank.
     """
     result: Any = None
-    error = None
+    error: Exception | None = None
     try:
         if dist.is_main or not on_main:
             result = action()
-    except UserError as own_error:
+    except Exception as own_error:
         error = own_error
-    raise_together(dist, error)
-    return result
+    if error is None or isinstance(error, UserError):
+        raise_together(dist, error)
+        return result
+    with contextlib.suppress(Exception):  # this rank's exception is the cause, even if telling the others fails
+        raise_together(dist, PeerFailedError(
+            f"stopping, because rank {dist.rank} failed with an exception ({type(error).__name__})",
+            instead=f"see the output of rank {dist.rank}", exit_code=1))
+    raise error
 
 
 def raise_together(dist: Dist, error: UserError | None) -> None:

@@ -109,6 +109,7 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
     model = replace(source.model, dropout=0.0)
 
     def resolve_for(model: ModelConfig | None) -> Resolved:
+        """Resolve the layout for a model; for None, without checks that depend on the model."""
         return resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch, accumulation=1,
                                precision=options.precision, device=options.device, tp=options.tp, pp=options.pp,
                                sp=options.sp, model=model,

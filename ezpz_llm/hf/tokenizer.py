@@ -119,12 +119,14 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
 
 
 def check_vocabulary(tokens: int, model: ModelConfig) -> None:
-    """Check that the model's vocabulary, with padding, is at least as large as the tokenizer's.
+    """Check that the model's vocabulary, without padding, is at least as large as the tokenizer's.
+
+    The padding rows of the embedding belong to no token.
 
     Raises:
         UserError: the tokenizer has more tokens.
     """
-    if tokens > model.padded_vocab_size:
+    if tokens > model.vocab_size:
         raise UserError(f"the tokenizer has {tokens} tokens, the model {model.vocab_size}", where="--tokenizer",
                         instead="the tokenizer that made the model's data")
 

@@ -128,6 +128,7 @@ def option_lines(options: Sequence[Option]) -> list[str]:
 def whole(least: int, most: int) -> Callable[[str], int]:
     """Return a converter for whole numbers from `least` to `most`."""
     def convert(text: str) -> int:
+        """Convert a word, or raise ValueError with the accepted range."""
         value = whole_number(text)
         if value is None or value < least:
             raise ValueError(f"a whole number, {least} or more")
@@ -141,6 +142,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 def number(most: float, what: str) -> Callable[[str], float]:
     """Return a converter for numbers above 0 and up to `most`; `what` describes them in the error message."""
     def convert(text: str) -> float:
+        """Convert a word, or raise ValueError with the accepted range."""
         with contextlib.suppress(ValueError):
             if 0 < float(text) <= most:
                 return float(text)

@@ -68,7 +68,9 @@ class Ownership(contextlib.AbstractContextManager["Ownership"]):
     def _beat(self) -> None:
         while not self._is_released.wait(HEARTBEAT_INTERVAL_S):
             with contextlib.suppress(OSError):  # the file system may be unavailable for a moment
-                os.utime(self._lock)
+                # Another launch may have taken the lock over while this process was suspended.
+                if _read(self._lock) == self._owner:
+                    os.utime(self._lock)
 
     def release(self) -> None:
         """Remove the lock; a second call does nothing."""

@@ -100,7 +100,7 @@ def _scheduler(plan: LaunchPlan) -> str:
 
 def _launcher(plan: LaunchPlan) -> str:
     launcher = plan.launcher
-    dialect = "" if launcher.dialect == DIRECT else launcher.title
+    dialect = "" if launcher.dialect == DIRECT or launcher.title == launcher.kind else launcher.title
     return f"{', '.join(filter(None, (launcher.kind, dialect, launcher.program)))} ({launcher.source})"
 
 

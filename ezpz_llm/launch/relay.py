@@ -78,6 +78,7 @@ class Relay:
             private_opener(str(run_dir.launcher_log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
 
         def report_closed(reason: str) -> None:
+            """Note in the log and on the console that standard output can no longer be shown."""
             if not self._is_ending:
                 note = f"launch: {reason}; the run continues, and its output is in {run_dir.rank_log(0).parent}"
                 with contextlib.suppress(OSError):
@@ -145,6 +146,7 @@ class _Stream:
             self._changed.notify_all()
 
     def read_to_the_end(self, within_s: float) -> None:
+        """Read what is left in the pipe, for at most `within_s` seconds, and end the stream."""
         with self._changed:
             # A pipe holds little: read it without waiting for the console.
             self._maximum_bytes, self._is_dropping = float("inf"), False

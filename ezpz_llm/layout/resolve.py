@@ -181,6 +181,7 @@ class _Inputs:
                         for name, source in request.sources.items()}
 
     def resolve(self) -> Resolved:
+        """Choose every value, check the layout, and return both with the notes for the user."""
         request, config, overrides = self.request, self.config, self.overrides
         model, world_size, device = request.model, request.world_size, request.device
         requested = LayoutCheck(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp,

@@ -172,6 +172,7 @@ def trim_history(run_dir: RunDir, last_step: int) -> int:
                         instead="choose another --run-dir, or resume from its checkpoint with --resume")
 
     def kept() -> Iterator[bytes]:
+        """Yield the lines up to `last_step`."""
         step_of_line = iter(steps)
         with run_dir.metrics.open("rb") as file:
             for line in file:

@@ -167,6 +167,7 @@ class _LossyFile(io.FileIO):
     """File that drops data that cannot be written. BrokenPipeError is still raised."""
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
+        """Write the data, or drop all of it if that fails."""
         try:
             return super().write(data)
         except BrokenPipeError:

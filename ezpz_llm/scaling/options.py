@@ -66,6 +66,7 @@ class Options:
 
 def _list_of(convert: Callable[[str], object], description: str) -> Callable[[str], tuple]:
     def convert_list(text: str) -> tuple:
+        """Convert words separated by commas, or raise ValueError with the description."""
         try:
             values = tuple(convert(part.strip()) for part in text.split(","))
         except ValueError as error:

@@ -317,7 +317,7 @@ def _check_numbers(options: Options) -> None:
 def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -> ModelConfig:
     if config.model in ADOPTS_VOCABULARY and config.init_from is None:
         return replace(model, vocab_size=vocab_size)
-    if vocab_size > model.padded_vocab_size:
+    if vocab_size > model.vocab_size:
         raise UserError(f"the tokenizer has {vocab_size} tokens, more than {config.model}'s {model.vocab_size}",
                         where="--tokenizer", instead="a tokenizer with a smaller vocabulary")
     return model

@@ -54,6 +54,28 @@ def test_docstrings_of_tests_and_benchmarks_begin_with_a_verb_or_a_noun(folder):
     assert not clauses_below(ROOT / folder), 'write "Return …", or a noun phrase'
 
 
+def functions_without_docstring(text: str) -> list[tuple[int, str]]:
+    """Return abstract methods, and public functions of more than four lines, that have no docstring."""
+    return [(node.lineno, node.name) for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not ast.get_docstring(node)
+            and (any(ast.unparse(decorator) == "abstractmethod" for decorator in node.decorator_list)
+                 or (not node.name.startswith("_") and (node.end_lineno or 0) - node.lineno > 3
+                 and node.name not in ("forward", "backward")))]  # torch.autograd.Function
+
+
+@pytest.mark.parametrize("package", [".", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))])
+def test_public_functions_have_docstrings(package):
+    files = (PACKAGE / package).glob("*.py") if package == "." else (PACKAGE / package).rglob("*.py")
+    assert not {f"{path.relative_to(PACKAGE)}:{line}": name for path in files
+                for line, name in functions_without_docstring(path.read_text())}
+
+
+def test_function_without_docstring_is_found():
+    body = "\n".join(["        a = 1"] * 4)
+    text = f"class A:\n    def f(self):\n{body}\n    @abstractmethod\n    def _g(self): ...\n    def h(self): ...\n"
+    assert functions_without_docstring(text) == [(2, "f"), (8, "_g")]
+
+
 def test_clause_is_found():
     text = 'def f():\n    """What a rank answered."""\nA = 1\n"""Of a rank."""\nB = 2\n"""Answer of a rank."""\n'
     assert clauses_in(text) == [(2, "What a rank answered."), (4, "Of a rank.")]

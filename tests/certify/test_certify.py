@@ -45,7 +45,7 @@ def planned(*arguments: str, world_size: int | None = None):
 
 
 def test_planning_imports_no_torch(tmp_path: Path) -> None:
-    program = ("import sys; from ezpz_llm.certify.__main__ import main; "
+    program = ("import sys; from ezpz_llm.certify.command import main; "
                "code = main(['--check', '--layouts', 'ddp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
     process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,

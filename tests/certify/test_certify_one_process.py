@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.certify.one_process import Comparison, Spread
 from ezpz_llm.certify.uncovered_paths import observe
 from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine.base import Engine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir
 
@@ -118,7 +120,7 @@ def test_every_step_that_contributes_to_noise_is_checked(alone: Dist, tmp_path: 
     """Including steps between the first and the last, which contribute to the tolerances of norms and losses."""
     inner = reference.train
 
-    def train(engine: object, *args: object, **options: object) -> object:
+    def train(engine: Engine, *args: Any, **options: Any) -> reference.Trajectory:
         trajectory = inner(engine, *args, **options)
         if engine.batch.accumulation == 1:
             trajectory.norms[1] *= 1.01

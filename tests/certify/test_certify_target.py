@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_runs import clean_env, need_mpiexec
@@ -17,7 +18,7 @@ from slowness import scaled
 
 from ezpz_llm.base import UserError
 from ezpz_llm.base.untrusted_input import read_bytes
-from ezpz_llm.certify import __main__ as certify_main, target_file
+from ezpz_llm.certify import command as certify_main, target_file
 from ezpz_llm.certify.cases import parser, plan
 from ezpz_llm.certify.recheck import read_certificate
 from ezpz_llm.certify.target_file import LAYOUTS, find_target, load
@@ -198,8 +199,9 @@ def test_a_certificate_can_be_rechecked_elsewhere(tmp_path: Path) -> None:
     assert "mine.py is not the file that was certified" in output
 
 
-KEPT = {"command": "ezpz-llm certify --layouts ddp", "date": "2026-01-02", "passed": True, "environment": {},
-        "results": [{"layout": "ddp", "model": "tiny-gpt2", "dtype": "fp32", "world": 2, "losses": [1.0]}]}
+KEPT: dict[str, Any] = {
+    "command": "ezpz-llm certify --layouts ddp", "date": "2026-01-02", "passed": True, "environment": {},
+    "results": [{"layout": "ddp", "model": "tiny-gpt2", "dtype": "fp32", "world": 2, "losses": [1.0]}]}
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -253,7 +255,7 @@ def test_the_hashed_content_is_the_code_that_runs(tmp_path: Path, monkeypatch: p
 
 def test_a_recheck_does_not_write_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The committed certificate was made with --write-docs."""
-    requests = {}
+    requests: dict[str, Any] = {}
 
     def lead(work: object, options: argparse.Namespace, arguments: object, began: float) -> None:
         requests.update(vars(options))
@@ -281,7 +283,7 @@ def planned(*arguments: str):
 
 
 def test_a_target_is_planned_without_torch() -> None:
-    program = ("import sys; from ezpz_llm.certify.__main__ import main; "
+    program = ("import sys; from ezpz_llm.certify.command import main; "
                f"code = main(['--check', '--target', '{TARGETS}:mlp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from typing import Any
 
 import pytest
 from slowness import scaled
@@ -330,7 +331,7 @@ def test_groups_of_nodes_with_different_numbers_of_ranks() -> None:
 
 def test_findings_and_report_of_ten_thousand_ranks_take_seconds() -> None:
     began = time.process_time()
-    case = {"world_size": 10_000, "facts": [rank_facts(rank, 4, 2500) for rank in range(10_000)]}
+    case: dict[str, Any] = {"world_size": 10_000, "facts": [rank_facts(rank, 4, 2500) for rank in range(10_000)]}
     for facts in case["facts"]:
         facts["stages"]["mpi"]["size"] = 10_000
         if facts["host"] in ("n700", "n701"):

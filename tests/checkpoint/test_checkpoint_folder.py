@@ -167,6 +167,18 @@ def test_prune_keeps_the_last_ones_up_to_the_latest(tmp_path: Path) -> None:
     assert find(run_dir.path).name == "step-00000003"
 
 
+def test_a_checkpoint_that_cannot_be_removed_is_kept_with_a_warning(tmp_path: Path,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = RunDir(tmp_path)
+    stuck, removed, _ = (write(run_dir, step) for step in (1, 2, 3))
+    # Left by an interrupted removal, so that the folder cannot be renamed.
+    (run_dir.checkpoints / f".{stuck.name}.removed" / "rest").mkdir(parents=True)
+    assert prune(run_dir, Keep(1)) == [removed]
+    assert f"the old checkpoint {stuck} cannot be removed: Directory not empty" in capsys.readouterr().err
+    assert stuck.is_dir()
+    assert not removed.exists()
+
+
 def test_multiples_of_every_are_kept(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (10, 15, 20, 25, 30, 35):

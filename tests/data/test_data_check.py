@@ -94,10 +94,12 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
         check(tmp_path, "--tokenizer", "bytes")
 
 
-def test_prepared_vocabulary_larger_than_the_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [50_258, 60_000])
+def test_prepared_vocabulary_larger_than_the_models(size: int, tmp_path: Path) -> None:
+    """Ids between 50,257 and 50,304 would be those of padding rows."""
     (tmp_path / "a.txt").write_text("some text " * 1000)
     shards = prepare(str(tmp_path / "a.txt"), out=tmp_path / "ours", progress=False)
     manifest = json.loads((shards / "manifest.json").read_text())
-    (shards / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": 60_000}))
-    with pytest.raises(UserError, match="the tokenizer has 60000 tokens, more than gpt2-124m's 50257"):
+    (shards / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": size}))
+    with pytest.raises(UserError, match=f"the tokenizer has {size} tokens, more than gpt2-124m's 50257"):
         check(shards, "--model", "gpt2-124m", "--block-size", "32")

@@ -30,7 +30,7 @@ from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.reader import tasks
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import encode_task
-from ezpz_llm.data.tokenizers import get_tokenizer
+from ezpz_llm.data.tokenizers import CharTokenizer, get_tokenizer
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_run
 
@@ -319,7 +319,9 @@ def test_broken_documents_are_skipped_and_counted_up_to_a_limit(tmp_path: Path, 
     # Existing shards are used without --max-broken.
     assert prepare(str(folder), val_fraction=0.0, progress=False) == shards
     chars = prepare(str(folder), "char", max_broken=5, progress=False)
-    assert set(TokenData.open(chars).tokenizer.characters) == set("onetwothreefour")
+    tokenizer = TokenData.open(chars).tokenizer
+    assert isinstance(tokenizer, CharTokenizer)
+    assert set(tokenizer.characters) == set("onetwothreefour")
 
 
 def test_counts_of_broken_documents_survive_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

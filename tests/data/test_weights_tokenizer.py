@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ from ezpz_llm.data.tokenizers import (
 from ezpz_llm.evaluate import __main__ as evaluate
 from ezpz_llm.hf.config import stored_tensors, to_hf
 from ezpz_llm.hf.source import find_source
-from ezpz_llm.hf.tokenizer import write_tokenizer
+from ezpz_llm.hf.tokenizer import tokenizer_of, write_tokenizer
 from ezpz_llm.hf.weights import export
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.rundir import RunDir, read_record
@@ -204,7 +205,12 @@ def test_weights_with_a_tokenizer_of_another_library(place: Path, family: str) -
     small = weights(place / "small", None, vocab_size=200)
     with pytest.raises(UserError, match=r"the tokenizer has \d+ tokens, .* 200"):
         train("--init-from", small, "--corpus", "text.txt", "--tokenizer", file)
-    exported = export(find_source(str(folder), "here"), place / "out")
+    source = find_source(str(folder), "here")
+    size = tokenizer_of(source, str(file)).vocab_size
+    padded = replace(source.model, vocab_size=size - 1, vocab_multiple=128)
+    with pytest.raises(UserError, match=rf"the tokenizer has {size} tokens, the model {size - 1}"):
+        tokenizer_of(replace(source, model=padded), str(file))
+    exported = export(source, place / "out")
     assert exported.notes == ()
     assert (place / "out" / file.name).read_bytes() == file.read_bytes()
 

@@ -87,7 +87,7 @@ def test_every_optimizer_is_built_offered_and_described() -> None:
     page = (ROOT / "docs" / "reference" / "training.md").read_text()
     assert list(OPTIMIZERS) == list(get_args(OptimizerName))
     # `build` is abstract, so Python cannot create an optimizer without it.
-    assert Optimizer.build.__isabstractmethod__
+    assert "build" in Optimizer.__abstractmethods__
     assert all(isinstance(optimizer, Optimizer) for optimizer in OPTIMIZERS.values())
     assert get_type_hints(TrainConfig)["optimizer"] == OptimizerName
     assert all(f"{name}`" in page for name in OPTIMIZERS)

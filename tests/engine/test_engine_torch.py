@@ -9,12 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.fsdp2_engine import _sum_and_divide
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer_state import make_optimizer
 from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.resolve import Request, resolve
@@ -39,16 +40,18 @@ class Net(nn.Module):
         return (hidden.float() - targets).square().mean()
 
 
-def make(tmp_path, *, accumulation: int = 1, precision: str = "fp32", clip: float = 0.1) -> Engine:
+def make(tmp_path, *, accumulation: int = 1, precision: str = "fp32", clip: float = 0.1) -> MicroStepEngine:
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0), RunDir(tmp_path))
     resolved = resolve(Request("ddp", world_size=1, global_batch=16, accumulation=accumulation, clip=clip,
                                precision=precision))
     model = Net()
-    return build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
-                        param_groups=decay_groups(model, 0.1))
+    engine = build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
+                          param_groups=decay_groups(model, 0.1))
+    assert isinstance(engine, MicroStepEngine)
+    return engine
 
 
-def train(engine: Engine, steps: int = 8) -> tuple[list[float], list[float]]:
+def train(engine: MicroStepEngine, steps: int = 8) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -157,6 +160,7 @@ def test_adamw_is_fused_unless_that_is_not_wanted() -> None:
 
 def test_one_rank_is_not_wrapped(tmp_path) -> None:
     engine = make(tmp_path)
+    assert isinstance(engine, TorchEngine)
     assert engine._wrapped is engine.module
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
 from ezpz_llm.launch.ranks import RankInfo
@@ -25,27 +25,29 @@ CONFIG = get_model_config("tiny-gpt2", n_layer=2, block_size=32, vocab_size=64, 
 MICRO_STEPS = 3
 
 
-def make(tmp_path, precision: str = "bf16", clip: float = 0.0) -> Engine:
+def make(tmp_path, precision: str = "bf16", clip: float = 0.0) -> MicroStepEngine:
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0), RunDir(tmp_path))
     resolved = resolve(Request("ddp", world_size=1, global_batch=6, accumulation=MICRO_STEPS, clip=clip,
                                precision=precision))
     model = GPT(CONFIG)
     init_weights(model, CONFIG, 1)
-    return build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
-                        param_groups=decay_groups(model, 0.1))
+    engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
+                          param_groups=decay_groups(model, 0.1))
+    assert isinstance(engine, MicroStepEngine)
+    return engine
 
 
 def batch(number: int) -> Tensor:
     return torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(number))
 
 
-def backward(engine: Engine) -> None:
+def backward(engine: MicroStepEngine) -> None:
     for number in range(MICRO_STEPS):
         tokens = batch(number)
         engine.backward(engine.forward(tokens[:, :-1], tokens[:, 1:], last_micro_step=number == MICRO_STEPS - 1))
 
 
-def masters(engine: Engine) -> dict[str, Tensor]:
+def masters(engine: MicroStepEngine) -> dict[str, Tensor]:
     return {part.name: part.tensors["weight"].clone() for part in engine.training_state().slices()}
 
 

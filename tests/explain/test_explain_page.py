@@ -17,7 +17,7 @@ from pages import check_page, figure_text
 from slowness import scaled
 
 from ezpz_llm.explain import tables
-from ezpz_llm.explain.__main__ import main
+from ezpz_llm.explain.command import main
 from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.explain.page import explain_page

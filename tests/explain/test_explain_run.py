@@ -19,7 +19,7 @@ from places import HELPERS, ROOT
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.explain.__main__ import main as explain
+from ezpz_llm.explain.command import main as explain
 from ezpz_llm.explain.counterfactual import read_steps_without_collectives
 from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.explain.split import split_run

@@ -20,7 +20,7 @@ from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.dist.setup import Dist, setup
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
@@ -34,7 +34,7 @@ PAIRS = (("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero3"), ("zero3", "zero
 VOCABULARY, BLOCK, GLOBAL_BATCH = 61, 16, 8
 
 
-def build(layout: str, dist: Dist, *, seed: int, dropout: float = 0.0, width: int = 24) -> Engine:
+def build(layout: str, dist: Dist, *, seed: int, dropout: float = 0.0, width: int = 24) -> MicroStepEngine:
     """Build a small GPT with tied embeddings, whose sizes are not divisible by the number of ranks."""
     config = get_model_config("tiny-gpt2", n_layer=2, n_head=3, n_embd=width, block_size=BLOCK,
                               vocab_size=VOCABULARY, dropout=dropout)
@@ -42,11 +42,13 @@ def build(layout: str, dist: Dist, *, seed: int, dropout: float = 0.0, width: in
     init_weights(model, model.config, seed)
     resolved = resolve(Request(layout, world_size=dist.world_size, global_batch=GLOBAL_BATCH, micro_batch=2,
                                precision="fp32", clip=1.0))
-    return build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
-                        param_groups=decay_groups(model, 0.1))
+    engine = build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
+                          param_groups=decay_groups(model, 0.1))
+    assert isinstance(engine, MicroStepEngine)
+    return engine
 
 
-def train(engine: Engine, dist: Dist, first: int, last: int) -> list[float]:
+def train(engine: MicroStepEngine, dist: Dist, first: int, last: int) -> list[float]:
     """Return the losses of steps [first, last), over the same samples for any number of ranks."""
     losses = []
     for step in range(first, last):

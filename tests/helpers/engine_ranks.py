@@ -24,8 +24,10 @@ from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine import build
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
+from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
@@ -39,7 +41,7 @@ CONFIGS = {shape: replace(get_model_config(f"tiny-{shape}", n_layer=2, n_head=2,
            for shape in ("gpt2", "llama")}
 
 
-def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> Engine:
+def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> MicroStepEngine:
     """Build the engine of a layout, with the same initial model for all layouts."""
     source = "ddp" if layout == "reference" else layout
     if "buckets" in options:
@@ -59,6 +61,7 @@ def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> 
         engine.batch = replace(engine.batch, accumulation=1)
     if "overflow" in options:
         engine._scale.scale = 2.0 ** 22
+    assert isinstance(engine, MicroStepEngine)
     return engine
 
 
@@ -100,7 +103,7 @@ def gathered(value: torch.Tensor, dp_size: int) -> list[float]:
     return [entry.item() for entry in values]
 
 
-def count_rounds(engine: Engine) -> list[int]:
+def count_rounds(engine: MicroStepEngine) -> list[int]:
     """Count the buckets that DDP reduces. The model fits one bucket, so one bucket is one reduction round."""
     count = [0]
     wrapped = getattr(engine, "_wrapped", None)
@@ -112,9 +115,10 @@ def count_rounds(engine: Engine) -> list[int]:
     return count
 
 
-def optimizer_parameters(engine: Engine) -> set[int] | None:
+def optimizer_parameters(engine: MicroStepEngine) -> set[int] | None:
     """Return the ids of the parameters in torch's AdamW; None for other optimizers."""
-    optimizer = getattr(engine, "_optimizer", None) or engine._engine.optimizer
+    assert isinstance(engine, DeepSpeedEngine | TorchEngine)
+    optimizer = engine._engine.optimizer if isinstance(engine, DeepSpeedEngine) else engine._optimizer
     if not isinstance(optimizer, torch.optim.AdamW):
         return None
     return {id(p) for group in optimizer.param_groups for p in group["params"]}

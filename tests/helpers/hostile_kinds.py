@@ -269,7 +269,7 @@ def failuretexts(rng: Random, folder: Path) -> object:
 def foreignrun(rng: Random, folder: Path) -> object:
     """Read another user's run directory, in which any file may be hostile or special, with every command."""
     from ezpz_llm.checkpoint.__main__ import main as checkpoint
-    from ezpz_llm.explain.__main__ import main as explain
+    from ezpz_llm.explain.command import main as explain
     from ezpz_llm.launch.status import read_status
     from ezpz_llm.report.__main__ import main as report
     from ezpz_llm.submit.state import find_state

@@ -102,7 +102,7 @@ def longnames(rng: Random, folder: Path) -> object:
     from ezpz_llm import watch, why
     from ezpz_llm.base import run_command
     from ezpz_llm.checkpoint import __main__ as checkpoint
-    from ezpz_llm.explain import __main__ as explain
+    from ezpz_llm.explain import command as explain
     from ezpz_llm.report import __main__ as report
     from ezpz_llm.trainer.options import parse
     from ezpz_llm.trainer.plan import plan_run

@@ -94,7 +94,7 @@ def called(kind: str, model: object, x: Tensor) -> dict[str, Tensor]:
 def made(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Build a model, an AdamW with two parameter groups, and a learning rate schedule."""
     torch.manual_seed(seed)
-    model = MODELS[kind][0]()
+    model: nn.Module = MODELS[kind][0]()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1},

@@ -29,6 +29,7 @@ from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
+from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig, get_model_config
@@ -115,7 +116,7 @@ class Run:
 
     def files(self) -> dict[str, int]:
         """Return the sizes of this rank's offload files, by file name."""
-        zero = self.engine._engine._config.zero_config if self.layout != "ddp" else None
+        zero = self.engine._engine._config.zero_config if isinstance(self.engine, DeepSpeedEngine) else None
         folders = {Path(block.nvme_path) for block in (zero.offload_optimizer, zero.offload_param)
                    if block is not None and block.nvme_path is not None} if zero else set()
         return {path.name: path.stat().st_size for folder in folders for path in sorted(folder.rglob("*.swp"))}

@@ -18,6 +18,7 @@ from rank_jobs import sequences, take_runs
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
@@ -44,6 +45,7 @@ def train(dist: Dist, run: str) -> dict[str, Any]:
     init_weights(model, config, 1337)
     engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                           param_groups=decay_groups(model, 0.1))
+    assert isinstance(engine, DeepSpeedEngine)
     assert engine._engine.optimizer.overlap_comm == bool(overlap)
     losses, norms = [], []
     for step in range(STEPS):

@@ -91,8 +91,10 @@ class Run:
         if "overflow" in self.options:
             engine._scale.scale = 2.0 ** 22
         if "untied" in self.options:
+            assert isinstance(engine, PipelineEngine)
             engine._engine.module.tied_comms.clear()
         if "uneven" in self.options:  # elements are at different positions in each stage's buckets
+            assert isinstance(engine, PipelineEngine)
             engine._engine.optimizer.reduce_bucket_size = 10 ** 6
         torch.manual_seed(self.dist.mesh.place("pp", "dp")[0])
         return engine

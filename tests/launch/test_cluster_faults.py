@@ -304,7 +304,8 @@ def _cases() -> list:
 def played(wide_cluster: Cluster, request: pytest.FixtureRequest,
            tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[Seen]]]:
     """Play all selected faults, several at a time, each on its own nodes."""
-    wanted = [item.callspec.params["fault"] for item in request.session.items
+    wanted = [item.callspec.params["fault"]  # type: ignore[attr-defined]
+              for item in request.session.items
               if item.path == request.path and "fault" in getattr(getattr(item, "callspec", None), "params", {})]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         yield {fault.key: pool.submit(Scene(wide_cluster, tmp_path_factory.mktemp("fault"), fault).play)

@@ -252,7 +252,7 @@ def test_pbs_own_wrapper_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     chosen = choose_launcher("auto", "none", 2, only)
     assert (chosen.kind, chosen.program, chosen.notes) == ("torchrun", str(torchrun_beside), (said,))
     assert (choose_launcher("auto", "pbs", 1, only).kind,
-            choose_launcher("auto", "pbs", 1, only).notes) == ("direct", (said,))
+            choose_launcher("auto", "pbs", 1, only).notes) == ("launch", (said,))
     with pytest.raises(UserError, match="mpiexec is not on PATH") as raised:
         choose_launcher("mpiexec", "pbs", 2, only)
     assert said in str(raised.value)

@@ -116,14 +116,15 @@ def test_a_terminal_that_is_closed(tmp_path: Path, idiom: str) -> None:
         # The first terminal that a session leader opens becomes its controlling terminal.
         os.close(os.open(os.ttyname(0), os.O_RDWR))
 
-    reader = threading.Thread(target=_read_all, args=(ours,), daemon=True)
+    is_closing = threading.Event()
+    reader = threading.Thread(target=_read_all, args=(ours, is_closing), daemon=True)
     words = (sys.executable, "saves.py", "with a checkpoint")
     with _typed(tmp_path, IDIOMS[idiom], *words, stdin=theirs, stdout=theirs, stderr=theirs,
                 start_new_session=False, preexec_fn=in_terminal):
         os.close(theirs)
         reader.start()
         _wait_for(lambda: _are_up(tmp_path), "the ranks' start")
-        reader.is_wanted = False
+        is_closing.set()
         reader.join(5)
         os.close(ours)
     _check(tmp_path, 129, "launch received SIGHUP (the terminal was closed")
@@ -134,11 +135,10 @@ def test_a_terminal_that_is_closed(tmp_path: Path, idiom: str) -> None:
     assert said.splitlines()[-1].endswith("--resume " + str(tmp_path / "r"))
 
 
-def _read_all(terminal: int) -> None:
+def _read_all(terminal: int, is_closing: threading.Event) -> None:
     """Read like a terminal until it is closed."""
-    reader = threading.current_thread()
     os.set_blocking(terminal, False)
-    while getattr(reader, "is_wanted", True):
+    while not is_closing.is_set():
         with contextlib.suppress(BlockingIOError):
             os.read(terminal, 65536)
         time.sleep(0.01)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -27,10 +28,14 @@ from ezpz_llm.rundir import RunDir
 _ELSEWHERE = Owner("0123456789abcdef", "n9", 1, 1, "another boot", "", 0, 1.7e9)
 
 
-def _wait_for(path: Path, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} has not come"
+def _wait_for(path: Path) -> None:
+    _wait_until(path.exists)
+
+
+def _wait_until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + scaled(60)
+    while not is_reached():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -218,10 +223,42 @@ def test_an_owner_is_alive_as_long_as_it_touches_its_file(tmp_path: Path, monkey
     run_dir = RunDir(tmp_path / "r").create()
     with become_owner(run_dir, "x", {}):
         os.utime(run_dir.control / "owner.json", (0, 0))
-        deadline = time.monotonic() + scaled(30)
-        while not (run_dir.control / "owner.json").stat().st_mtime:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        _wait_until(lambda: (run_dir.control / "owner.json").stat().st_mtime > 0)
+
+
+_OWNER_OF_TWO = """
+import sys
+from pathlib import Path
+from ezpz_llm.launch import owner
+from ezpz_llm.rundir import RunDir
+owner.HEARTBEAT_INTERVAL_S = 0.02
+with owner.become_owner(RunDir(Path("r")), "x", {}), owner.become_owner(RunDir(Path("other")), "x", {}):
+    print("owned", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_suspended_owner_does_not_keep_its_successors_lock_fresh(tmp_path: Path, monkeypatch) -> None:
+    locks = [RunDir(tmp_path / name).create().control / "owner.json" for name in ("r", "other")]
+    with subprocess.Popen([sys.executable, "-c", _OWNER_OF_TWO], cwd=tmp_path, env=clean_env(), text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "owned\n"
+        first.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED)
+        os.utime(locks[0], (0, 0))
+        # The successor is on another node, and its own heartbeat never comes.
+        monkeypatch.setattr(owner, "pid_namespace_id", lambda: "another boot")
+        monkeypatch.setattr(owner, "HEARTBEAT_INTERVAL_S", 3600)
+        with become_owner(RunDir(tmp_path / "r"), "y", {}):
+            os.utime(locks[0], (0, 0))
+            first.send_signal(signal.SIGCONT)
+            for _ in range(10):
+                os.utime(locks[1], (0, 0))
+                _wait_until(lambda: locks[1].stat().st_mtime > 0)
+            assert locks[0].stat().st_mtime == 0
+            first.communicate(timeout=scaled(60))
+            assert locks[0].exists()
 
 
 def test_a_damaged_lock_is_named(tmp_path: Path) -> None:

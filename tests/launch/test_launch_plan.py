@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import stat
 import subprocess
@@ -20,6 +21,7 @@ from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.placement import Placement, RankTable, place_ranks
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.plan_text import opening_lines, summary
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 
 _NONE = Devices((), "none")
@@ -105,8 +107,11 @@ def test_pbs_own_thread_count_is_no_choice_of_the_user(tmp_path: Path) -> None:
 def test_without_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python3"))
     empty = _programs(tmp_path)
-    assert _plan("hostname", {"PATH": empty}).launcher.kind == "direct"
-    assert _plan("-n 2 hostname", {"PATH": empty}).launcher.kind == "local"
+    for words in ("hostname", "-n 2 hostname"):
+        plan = _plan(words, {"PATH": empty})
+        assert "launcher   launch" in summary(plan)
+        assert not re.search("direct|local,|launch itself", summary(plan))
+        assert "started by launch\n" in opening_lines(plan, 200)
     (tmp_path / "two").write_text("n1\nn2\n")
     with pytest.raises(UserError, match="cannot start ranks on other nodes: mpiexec is not on PATH") as raised:
         _plan(f"--hostfile {tmp_path / 'two'} hostname", {"PATH": empty})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -21,7 +22,7 @@ from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
 from ezpz_llm.base.private_folders import new_secret
-from ezpz_llm.launch.staging.receiver import _open_sent_file, folder_of_copy, remove_stale
+from ezpz_llm.launch.staging.receiver import _open_sent_file, _remedy, folder_of_copy, remove_stale
 from ezpz_llm.launch.staging.relocation import path_replacer
 
 # Prints where each part of this rank's environment comes from, as a line of JSON.
@@ -235,6 +236,7 @@ def test_every_node_gets_a_copy_or_none(way: str, disks: Cluster, environment: P
         assert disks.run("umount", "--lazy", "/local", node="n3").returncode == 0
     assert code == 3, output
     assert ("n3 has too little space for a copy" if way == "sbcast" else "No space left on device") in output
+    assert way == "sbcast" or "instead: free space there" in output
     assert "fix the cause (such as a full local disk), or omit --stage-env" in output
     assert "n3" in output.partition("\nstaging")[2]
     assert places(tmp_path / "full") == []
@@ -281,7 +283,22 @@ def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
         done = make(1)
         assert done.returncode == 3, done.stderr
         assert "cannot create its copy of the environment: File exists" in done.stderr
+        assert "instead: start again if the folder is local to the node" in done.stderr
     assert folder.is_symlink()
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("", "No such file or directory"), ("file/", "Not a directory")])
+def test_only_a_full_disk_is_told_to_free_space(folder: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch.staging.receiver", "file",
+                           f"{tmp_path}/{folder}ezpz_llm-", str(tmp_path / "missing.tar")],
+                          env=clean_env(EZPZ_LLM_SECRET=new_secret()), capture_output=True, text=True,
+                          timeout=scaled(60), check=False)
+    assert done.returncode == 3, done.stderr
+    assert f"cannot create its copy of the environment: {reason}" in done.stderr
+    assert "instead: fix that on the node, or omit --stage-env" in done.stderr
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        assert "free space there" in _remedy(OSError(number, os.strerror(number)))
 
 
 def test_only_an_archive_of_ours_is_unpacked(tmp_path: Path) -> None:

@@ -224,7 +224,8 @@ def _params(plants: list[Plant]) -> list:
 def played(wide_cluster: Cluster, request: pytest.FixtureRequest,
            tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Seen]]]:
     """Run all selected failures, several at a time."""
-    wanted = [item.callspec.params["plant"] for item in request.session.items
+    wanted = [item.callspec.params["plant"]  # type: ignore[attr-defined]
+              for item in request.session.items
               if item.path == request.path and "played" in getattr(item, "fixturenames", ())
               and "plant" in getattr(getattr(item, "callspec", None), "params", {})]
     pairs: Queue[tuple[str, str]] = Queue()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.explain.__main__ import _causes
 from ezpz_llm.explain.causes import Cause
+from ezpz_llm.explain.command import _causes
 from ezpz_llm.explain.diagnosis import Diagnosis
 from ezpz_llm.observe.tables import table
 from ezpz_llm.report.__main__ import _results

@@ -20,6 +20,7 @@ from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.base.errors import TRAIN_PACKAGES
+from ezpz_llm.cli import find_commands
 
 SHIPPED = ("ezpz_llm", "ds_configs", "launchers", "jobs", "tests", "README.md", "LICENSE", "CHANGELOG.md",
            "CITATION.cff", "pyproject.toml", ".gitignore")
@@ -60,14 +61,19 @@ def requirements(name: str, extra: str = "") -> list[str]:
     return [one.name for one in parsed if one.marker is None or one.marker.evaluate({"extra": extra})]
 
 
+def create_venv(folder: Path, wheel: Path) -> Path:
+    """Create an environment with only the wheel; return its site-packages folder."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+
+
 @pytest.fixture(scope="module")
 def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Environment of `pip install ezpz_llm`: the wheel and its dependencies, copied instead of downloaded."""
     folder = tmp_path_factory.mktemp("plain") / "venv"
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    site = create_venv(folder, wheel)
     waiting, copied = requirements("ezpz_llm"), set()
     while waiting:
         name = waiting.pop()
@@ -86,10 +92,7 @@ def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Environment with only the wheel, which uses the dependencies of the current environment."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    site = create_venv(folder, wheel)
     borrowed = [path for path in sys.path if path.endswith("site-packages") and Path(path).is_dir()]
     assert sysconfig.get_path("purelib") in borrowed
     # Folders added by a .pth file: their own .pth files, such as that of an editable install, are ignored.
@@ -172,10 +175,43 @@ def test_a_plain_install_launches_and_reports(plain: Path, tmp_path: Path) -> No
     assert "--nodes" in call("ezpz-llm", "completion", "bash")
 
 
-@pytest.mark.parametrize("words", [("-m", "ezpz_llm.train"), ("-m", "ezpz_llm.test_dist"),
-                                   ("-m", "ezpz_llm.evaluate"), ("-m", "ezpz_llm.generate", "x")])
-def test_a_plain_install_names_the_extra(plain: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
-    done = start(plain / "bin" / "python", *words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "instead: pip install 'ezpz_llm[train]'" in done.stderr
-    assert "Traceback" not in done.stderr
+NEED_TRAINER = {"train": (), "test_dist": (), "evaluate": (), "generate": ("x",), "certify": (), "explain": (),
+                "scale": (), "data": ("prepare", "corpus.txt"), "checkpoint": ("inspect", ".")}
+"""Commands that need the extra "train", with arguments."""
+NEED_NO_TRAINER = {"launch": ("--dry-run", "hostname"), "layouts": (), "completion": ("bash",),
+                   "doctor": (), "preflight": ("--help",), "watch": ("--help",), "why": ("--help",),
+                   "report": ("--help",),
+                   "submit": ("--scheduler", "slurm", "--nodes", "2", "--time", "1:00:00", "--dry-run", "--",
+                              "launch", "true")}
+"""Commands of a plain install, with arguments."""
+
+
+def test_every_command_is_tried_in_a_plain_install() -> None:
+    assert sorted(find_commands()) == sorted(NEED_TRAINER | NEED_NO_TRAINER)
+
+
+@pytest.mark.parametrize("name", NEED_TRAINER)
+def test_a_plain_install_names_the_extra(plain: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "corpus.txt").write_text("text")
+    model = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 10, "n_positions": 8}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    for command in (("bin/python", "-m", f"ezpz_llm.{name}"), ("bin/ezpz-llm", name)):
+        done = start(plain / command[0], *command[1:], *NEED_TRAINER[name], cwd=tmp_path)
+        assert done.returncode == 2
+        assert "pip install 'ezpz_llm[train]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", NEED_NO_TRAINER)
+def test_a_plain_install_runs_the_other_commands(plain: Path, tmp_path: Path, name: str) -> None:
+    run(plain / "bin" / "python", "-m", f"ezpz_llm.{name}", *NEED_NO_TRAINER[name], cwd=tmp_path)
+
+
+def test_doctor_reports_a_plain_install_as_fit_and_names_the_extra(plain: Path, tmp_path: Path) -> None:
+    report = json.loads(run(plain / "bin" / "ezpz-llm", "doctor", "--json", cwd=tmp_path))
+    assert report["fit"] is True
+    findings = {finding["topic"]: finding for finding in report["findings"]}
+    assert findings.keys() >= {"python", "trainer", "launcher", "scheduler"}
+    assert not findings.keys() & {"torch", "deepspeed", "MPI library", "compiler"}
+    assert findings["trainer"]["level"] == "ok"
+    assert "pip install 'ezpz_llm[train]'" in findings["trainer"]["instead"]

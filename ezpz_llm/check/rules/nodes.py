@@ -49,6 +49,7 @@ def _device(facts: Facts) -> Facts:
 def _shared_devices(gathered: Gathered) -> Iterator[Finding]:
     """Find ranks that share a device. Nodes on which the same local ranks do so are combined into one finding."""
     def shared() -> Iterator[tuple[tuple[Level, tuple[int, ...]], tuple[str, str]]]:
+        """Yield (level, local ranks that share a device) and (node, device)."""
         for host, ranks in gathered.by_node().items():
             # Ranks that use the CPU are not slowed by sharing a GPU.
             level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"

@@ -14,7 +14,7 @@ from functools import partial
 from ezpz_llm.base import UserError, entry_points
 from ezpz_llm.launch.binding.rank_binding import CoreOption
 from ezpz_llm.launch.dialects import flux, hydra, jsrun, openmpi, pals, srun, this_node, torchrun
-from ezpz_llm.launch.dialects.work import DIRECT, Dialect, Launcher
+from ezpz_llm.launch.dialects.work import DIRECT, THIS_LAUNCH, Dialect, Launcher
 from ezpz_llm.launch.schedulers import schedulers
 from ezpz_llm.launch.schedulers.scheduler import StepLauncher, job_of
 
@@ -88,10 +88,10 @@ def choose_launcher(wanted: str, scheduler: str, world_size: int, env: Mapping[s
     if mpiexec:
         return mpiexec
     if world_size == 1:
-        return Launcher("direct", DIRECT, "", "auto: one rank, no mpiexec found", notes=skip_notes)
+        return Launcher(THIS_LAUNCH, DIRECT, "", "auto: one rank, no mpiexec found", notes=skip_notes)
     if program := next(_find_programs("torchrun", env), None):
         return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=skip_notes)
-    return Launcher("local", this_node.DIALECT, sys.executable, "auto: neither mpiexec nor torchrun found",
+    return Launcher(THIS_LAUNCH, this_node.DIALECT, sys.executable, "auto: neither mpiexec nor torchrun found",
                     notes=skip_notes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ezpz_llm.base import UserError
 from ezpz_llm.launch.binding.rank_binding import CoreOption
-from ezpz_llm.launch.dialects.work import Built, Dialect, Work
+from ezpz_llm.launch.dialects.work import THIS_LAUNCH, Built, Dialect, Work
 
 
 def build(python: str, work: Work) -> Built:
@@ -20,4 +20,4 @@ def build(python: str, work: Work) -> Built:
     return Built((python, "-m", "ezpz_llm.launch.dialects.local_ranks", ranks, *work.command))
 
 
-DIALECT = Dialect("launch itself", None, build, cores=CoreOption.NONE)
+DIALECT = Dialect(THIS_LAUNCH, None, build, cores=CoreOption.NONE)

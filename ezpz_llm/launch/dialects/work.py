@@ -125,7 +125,8 @@ class Launcher:
     """Program that starts ranks. `source` and `notes` explain to the user why it was chosen.
 
     Attributes:
-        kind: name for --launcher: "mpiexec", "torchrun", a step launcher's program, or "direct" for no launcher.
+        kind: name for --launcher ("mpiexec", "torchrun", or a step launcher's program), THIS_LAUNCH, or "none" for
+            processes that are already ranks.
         version: version of an mpiexec; may be empty.
     """
 
@@ -167,5 +168,7 @@ def mask(cores: str) -> str:
     return hex(sum(1 << number for number in set(expand_numbers(cores))))
 
 
+THIS_LAUNCH = "launch"
+"""Launcher and dialect of ranks that launch starts itself."""
 DIRECT = Dialect("none", None, lambda program, work: Built(work.command), cores=CoreOption.NONE)
-"""Command line of a single rank, which needs no launcher."""
+"""Command line of a rank that needs no launcher, such as a single rank."""

@@ -123,6 +123,7 @@ def _first_match(pattern: re.Pattern[str], lines: list[str]) -> str | None:
 def summarize_lost_peer(evidence: str) -> str:
     """Summarize the loss of a peer in two or three words, so that ranks can be grouped by it."""
     summaries = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
-                 "remote process exited", "communicator was aborted", "timed out", "connection was likely closed")
+                 "remote process exited", "communicator was aborted", "timed out", "connection was likely closed",
+                 "failed with an exception")
     lower = evidence.lower()
     return next((summary for summary in summaries if summary in lower), "connection lost")

@@ -42,6 +42,7 @@ def schedulers() -> Mapping[str, Scheduler]:
     by_name = {scheduler.NAME: scheduler for scheduler in SCHEDULERS}
 
     def find_problem(plugin: Any) -> str | None:
+        """Add a plugin to the schedulers, or return the reason why it cannot be used."""
         if not isinstance(plugin, Scheduler):
             kind = "a class" if isinstance(plugin, type) else f"of type {type(plugin).__name__}"
             return f"it is {kind}, not an instance of a class derived from {Scheduler.__module__}.Scheduler"

@@ -138,6 +138,7 @@ class FluxScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
+        """Return the long form of the option."""
         word = re.split(r"[=\s]", line.removeprefix(self.DIRECTIVE).strip())[0]
         return {_SHORT.get(word, word)}
 

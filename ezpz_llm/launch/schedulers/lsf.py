@@ -153,6 +153,7 @@ class LsfScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
+        """Return the option, or for options that exclude each other, all of them."""
         _, word, *value = line.split(maxsplit=2)
         if word == "-R":
             # bsub combines several -R, but accepts only one span.
@@ -178,9 +179,6 @@ class LsfScheduler(BatchScheduler):
 
     def cancel(self, ids: list[str]) -> str:
         return f"bkill {shlex.join(ids)}"
-
-    def output_file(self, request: Request, job: str) -> str:
-        return str(request.output / f"job-{job}.log")
 
 
 def read_time_left(text: str) -> float | None:

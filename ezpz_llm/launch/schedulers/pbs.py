@@ -193,6 +193,7 @@ class PbsScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
+        """Return the option, or for -l each resource that it requests."""
         fields = line.split()
         if fields[1] != "-l":
             return {fields[1]}

@@ -306,7 +306,10 @@ class BatchScheduler(Scheduler):
 
     @abstractmethod
     def subjects(self, line: str) -> set[str]:
-        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
+        """Return names of the settings in a directive line.
+
+        If lines of submit and of the site have a name in common, the script keeps only one of these lines.
+        """
 
     @abstractmethod
     def submission(self, script: str, after: str | None) -> list[str]:
@@ -324,9 +327,9 @@ class BatchScheduler(Scheduler):
     def cancel(self, ids: list[str]) -> str:
         """Return the command that cancels these jobs."""
 
-    @abstractmethod
     def output_file(self, request: Request, job: str) -> str:
-        """Return the path of the job's output file."""
+        """Return the path of the job's output file: job-ID.log by default."""
+        return str(request.output / f"job-{job}.log")
 
     def time_limit(self, seconds: int) -> str:
         """Format a time limit for a directive line: H:MM:SS by default."""

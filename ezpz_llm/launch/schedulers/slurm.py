@@ -271,6 +271,7 @@ class SlurmScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
+        """Return the long form of the option."""
         word = re.split(r"[=\s]", line.split()[1])[0]
         return {_SHORT.get(word, word)}
 
@@ -288,9 +289,6 @@ class SlurmScheduler(BatchScheduler):
 
     def cancel(self, ids: list[str]) -> str:
         return f"scancel {' '.join(ids)}"
-
-    def output_file(self, request: Request, job: str) -> str:
-        return str(request.output / f"job-{job}.log")
 
 
 def _own_step(env: Mapping[str, str]) -> str | None:

@@ -113,6 +113,7 @@ class Rank:
 
     def _start(self, streams: dict[int, int]) -> subprocess.Popen[bytes]:
         def in_child() -> None:
+            """Put the rank into its own process group, which ends with the shim."""
             os.setpgid(0, 0)
             die_with_parent(signal.SIGKILL)
             if self.group is not None:

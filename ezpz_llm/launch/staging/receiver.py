@@ -11,6 +11,7 @@ users can read command lines, and could create a folder with a known name first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -85,8 +86,17 @@ def main(argv: Sequence[str]) -> int:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"{socket.gethostname()} cannot create its copy of the environment: {reason}",
                         where=getattr(error, "filename", None) or to, exit_code=EXIT_PREFLIGHT,
-                        instead="free space there, or omit --stage-env") from error
+                        instead=_remedy(error)) from error
     return 0
+
+
+def _remedy(error: OSError | tarfile.TarError) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "free space there, or omit --stage-env"
+    if number == errno.EEXIST:
+        return "start again if the folder is local to the node, or omit --stage-env if nodes share it"
+    return "fix that on the node, or omit --stage-env"
 
 
 def folder_of_copy(prefix: str, env: Mapping[str, str]) -> Path:

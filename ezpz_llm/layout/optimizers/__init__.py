@@ -101,6 +101,7 @@ def _all_optimizers() -> dict[str, Optimizer]:
     known = {optimizer.name: optimizer for optimizer in _built_in_optimizers()}
 
     def find_problem(plugin: Any) -> str | None:
+        """Add a plugin to the optimizers, or return the reason why it cannot be used."""
         if not isinstance(plugin, Optimizer):
             return f"it is a {type(plugin).__name__}, not an ezpz_llm.layout.optimizers.Optimizer"
         if not isinstance(plugin.name, str) or not re.fullmatch(r"[\w.-]{1,64}", plugin.name):

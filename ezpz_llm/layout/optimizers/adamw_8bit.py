@@ -23,12 +23,14 @@ _MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 class _AdamW8bit(Optimizer):
 
     def unsupported_reason(self, layout: Layout) -> str | None:
+        """Return the reason why a layout with tensor or pipeline parallelism is not supported, or None."""
         if layout.tp == layout.pp == 1:
             return None
         return ("8-bit moments of a parameter replicated over tensor-parallel ranks or pipeline stages would "
                 "diverge, because a block's scale depends on neighboring elements")
 
     def build(self, groups: list[dict[str, Any]], settings: dict[str, Any], fused: bool) -> torch.optim.Optimizer:
+        """Build the optimizer of bitsandbytes. `fused` is ignored: it has a single kernel."""
         import bitsandbytes
 
         # "meta": parameters that ZeRO-3 shards get values only before the first step.
@@ -39,6 +41,7 @@ class _AdamW8bit(Optimizer):
         return bitsandbytes.optim.AdamW8bit(groups, **settings)
 
     def init_state(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        """Create zero-initialized moments for `parameter`."""
         # bitsandbytes looks the parameter up in its group, where DeepSpeed's stage 3 has it only during its step.
         parameters, group["params"] = group["params"], [parameter]
         try:

@@ -18,6 +18,7 @@ def installed_callbacks() -> list[Callback]:
     created: dict[type[Callback], Callback] = {}
 
     def find_problem(plugin: Any) -> str | None:
+        """Create the callback, or return the reason why it cannot be used."""
         if not (isinstance(plugin, type) and issubclass(plugin, Callback)):
             return "it is not a subclass of ezpz_llm.Callback"
         created[plugin] = plugin()
