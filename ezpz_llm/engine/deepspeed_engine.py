@@ -63,7 +63,7 @@ class DeepSpeedEngine(MicroStepEngine):
                                                 model=model, optimizer=optimizer, mpu=mpu, config=config)[0]
         zero = self._engine.optimizer
         if self.layout.zero.stage:
-            report_invalid_norms(zero)
+            _report_invalid_norms(zero)
         if self.layout.zero.stage in (1, 2):
             keep_until_reduced(zero)
             # DeepSpeed's search of every gradient for NaN and Inf is not needed either: it took about 30 % of a
@@ -113,7 +113,7 @@ class DeepSpeedEngine(MicroStepEngine):
         return deepspeed_state(self._engine, *self._replica, self._scale)
 
 
-def report_invalid_norms(zero: Any) -> None:
+def _report_invalid_norms(zero: Any) -> None:
     """Make the gradient norm Inf if that of a parameter group is NaN or Inf, so that the step is skipped.
 
     DeepSpeed replaces such a norm with -1, which versions before 0.19.8 combine with the other groups' norms to a

@@ -46,9 +46,9 @@ def test_norms_by_decay_group_are_those_of_plain_torch(four_ranks, layout):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_skipped_step_changes_nothing_on_any_rank(four_ranks, layout):
-    """A skipped step changes neither parameters, nor moments, nor the step count, even if only one rank has the NaN.
+    """A skipped step changes neither parameters, moments, nor the step count, even if only one rank has the NaN.
 
-    The squares of large finite gradients overflow, so that their norm is infinite. Stage 3 adds the squares in fp64.
+    The squares of large gradients overflow, so that the norm is infinite; stage 3 adds the squares in fp64.
     """
     result = four_ranks[layout]
     assert result["too large"]
