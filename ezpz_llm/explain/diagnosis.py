@@ -21,7 +21,8 @@ from ezpz_llm.layout.memory import bucket_bytes
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.history import PHASES, History, read_history, steady_steps
 from ezpz_llm.observe.machine_load import MachineLoad, recorded_load
-from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record, schemas
+from ezpz_llm.rundir import RunDir, read_json, read_layout, schemas
+from ezpz_llm.rundir.records import Environment, Memory as MemoryRecord, RunRecord, Summary, read_record
 
 _TORCH = "torch"
 
@@ -93,7 +94,7 @@ class Memory:
     peak: int
 
 
-def compare_memory(record: schemas.Memory | None, split: Split | None, deepspeed: Mapping[str, Any],
+def compare_memory(record: MemoryRecord | None, split: Split | None, deepspeed: Mapping[str, Any],
                    run: Mapping[str, Any]) -> Memory | None:
     """Return estimated and measured memory from a run's record and traces; None if the run has not ended.
 
@@ -102,10 +103,10 @@ def compare_memory(record: schemas.Memory | None, split: Split | None, deepspeed
         deepspeed: DeepSpeed's configuration, empty for other engines.
         run: facts for advice, see `read_run_facts`.
     """
-    if not record:
+    if record is None or record.peak is None:
         return None
-    expected = {kind: int(size + record["elsewhere"].get(kind, 0)) for kind, size in record["expected"].items()}
-    measured: dict[str, int | None] = {kind: record["measured"].get(kind) for kind in STATES}
+    expected = {kind: int(size + record.elsewhere.get(kind, 0)) for kind, size in record.expected.items()}
+    measured: dict[str, int | None] = {kind: record.measured.get(kind) for kind in STATES}
     notes = [] if split is None else [rank.notes for rank in split.ranks if "transient_bytes" in rank.notes]
     measured["buffers"] = measured["activations"] = None
     if split is not None and notes:
@@ -114,9 +115,9 @@ def compare_memory(record: schemas.Memory | None, split: Split | None, deepspeed
                                              for note in notes))
         if bucket := bucket_bytes(run["layout"], run["model"], deepspeed, split.device):
             expected["buffers"] = bucket
-    sizes = [size for kind, size in measured.items() if size is not None and not record["elsewhere"].get(kind)]
-    measured["other"] = max(0, record["peak"] - sum(sizes)) if notes else None
-    return Memory({kind: expected.get(kind) for kind in measured}, measured, record["peak"])
+    sizes = [size for kind, size in measured.items() if size is not None and not record.elsewhere.get(kind)]
+    measured["other"] = max(0, record.peak - sum(sizes)) if notes else None
+    return Memory({kind: expected.get(kind) for kind in measured}, measured, record.peak)
 
 
 OWN_LAYOUT = "of its own"
@@ -207,16 +208,15 @@ def diagnose(run_dir: Path) -> Diagnosis:
     RunDir(run_dir).check_exists()
     record = read_record(RunDir(run_dir))
     rows = read_history(RunDir(run_dir))
-    if "config" not in record or not len(rows):
+    if record.config is None or not len(rows):
         raise UserError("the directory has no step of a training run", where=str(run_dir),
                         instead="pass the directory of a run of ezpz_llm.train, or of a script that calls "
                                 "ezpz_llm.record; if the run ended early, use ezpz-llm why")
     timed = steady_steps(rows)
     phases = {name: statistics.fmean(timed.column(f"{name}_s")) for name in (*PHASES, "other")}
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
-    where = str(RunDir(run_dir).record)
-    wall = as_type(dict[str, float], (record.get("summary") or {}).get("wall") or {}, where, "summary.wall")
-    memory = as_type(schemas.Memory | None, record.get("memory") or None, where, "memory")
+    summary = record.summary or Summary()
+    wall = summary.wall
     run = read_run_facts(run_dir, record)
     deepspeed_file = RunDir(run_dir).deepspeed
     deepspeed = as_type(schemas.DeepSpeedGiven, read_json(deepspeed_file) or {}, str(deepspeed_file))
@@ -227,13 +227,12 @@ def diagnose(run_dir: Path) -> Diagnosis:
         of_steps = step_time_causes(rows, run_s, ranks=run["world_size"], can_trace=run["model"] is not None)
         causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *of_steps],
                         key=lambda cause: -cause.seconds)
-    share = (record.get("summary") or {}).get("ceiling_share")
-    share = as_type(float | None, share, where, "summary.ceiling_share")
     return Diagnosis(run_dir, run["layout"].name if run["layout"] else OWN_LAYOUT, run["world_size"], wall, split,
-                     phases, tuple(causes), compare_memory(memory, split, deepspeed, run),
+                     phases, tuple(causes), compare_memory(record.memory, split, deepspeed, run),
                      crosschecks(run_dir, split), tuple(read_steps_without_collectives(run_dir, split)),
                      is_foreign=run["model"] is None,
-                     times=step_times(rows, share, _low_share_advice(run, is_traced=split is not None)),
+                     times=step_times(rows, summary.ceiling_share,
+                                      _low_share_advice(run, is_traced=split is not None)),
                      load=recorded_load(record))
 
 
@@ -245,7 +244,7 @@ def _low_share_advice(run: Mapping[str, Any], *, is_traced: bool) -> list[str]:
             *([] if is_traced else ["--trace-steps 10 to see the breakdown"])]
 
 
-def read_run_facts(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+def read_run_facts(run_dir: Path, record: RunRecord) -> dict[str, Any]:
     """Read facts about a run for advice: model, layout, batch, precision, optimizer, world size, device, options.
 
     The model is None for programs other than the trainer. Unless the program uses a layout of ezpz_llm, the layout
@@ -255,18 +254,17 @@ def read_run_facts(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         UserError: layout.json is missing although the trainer wrote the run, or layout.json is damaged.
     """
     resolved = read_layout(RunDir(run_dir).layout) or {}
-    if not resolved and "model" in record:
+    if not resolved and record.model is not None:
         raise UserError("layout.json is missing", where=str(run_dir), instead="a complete run directory")
     where = str(RunDir(run_dir).layout)
-    environment = record.get("environment") or {}
-    device = environment.get("device") or {}
-    model = record.get("model")
-    return {"model": model and as_dataclass(ModelConfig, model, str(RunDir(run_dir).record)),
+    environment = record.environment or Environment()
+    return {"model": record.model and as_dataclass(ModelConfig, record.model, str(RunDir(run_dir).record)),
             "layout": resolved and Layout.from_record(resolved.get("layout"), where),
             "batch": as_dataclass(Batch, resolved["batch"], where) if "batch" in resolved else None,
             "precision": resolved.get("precision"),
-            "optimizer": record["config"].get("optimizer", "adamw"), "world_size": environment.get("world_size", 1),
-            "device": device.get("type"), "memory_bytes": device.get("memory_bytes"), "config": record["config"]}
+            "optimizer": record.settings.optimizer or "adamw", "world_size": environment.world_size or 1,
+            "device": environment.device.type, "memory_bytes": environment.device.memory_bytes,
+            "config": record.config}
 
 
 def _traced_wall(split: Split | None, rows: History) -> dict[str, float]:

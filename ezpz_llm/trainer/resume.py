@@ -16,7 +16,8 @@ from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_checkpoint
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_json as read_plain_json, read_record
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_json as read_plain_json
+from ezpz_llm.rundir.records import RunRecord, read_record
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.resume_data import check_data
@@ -76,10 +77,10 @@ def find_resume_point(options: Options) -> ResumePoint:
             return ResumePoint(options)
         _check_unchanged(given, run, record, step)
         return ResumePoint(options, complete=f"{target} is complete, step {step} of {steps}: nothing is left to do")
-    if not record and config.resume != AUTO:
+    if not run.record.exists() and config.resume != AUTO:
         find(target)  # raises an error that describes the problem
     options = _with_settings(options, run, record).set(options.sources["resume"], resume=None)
-    if is_own and options.config.save_every < 0 and record.get("steps") == options.config.steps:
+    if is_own and options.config.save_every < 0 and record.steps == options.config.steps:
         _check_unchanged(given, run, record, options.config.steps)
         return ResumePoint(options, complete=f"{target} is complete, without checkpoints: nothing is left to do")
     has_begun = run.metrics.exists()
@@ -96,10 +97,10 @@ def rename_old_metrics(run_dir: RunDir) -> Path:
     return path
 
 
-def _check_unchanged(given: Options, run: RunDir, record: dict[str, Any], step: int) -> None:
+def _check_unchanged(given: Options, run: RunDir, record: RunRecord, step: int) -> None:
     """Raise a UserError if options differ from those of a complete run, since they would be ignored."""
-    saved = record.get("config") or {}
-    sources = ValueSource.read_all(record.get("sources") or {})
+    saved = record.config or {}
+    sources = ValueSource.read_all(record.sources or {})
     differing = []
     for name, value in asdict(given.config).items():
         if name in {*_PER_ATTEMPT, "steps"} or name not in saved or _is_same(value, saved[name]):
@@ -135,10 +136,10 @@ def run_of(target: Path) -> RunDir:
     return RunDir(target.parent if target.name == "checkpoints" else target)
 
 
-def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Options:
+def _with_settings(options: Options, run: RunDir, record: RunRecord) -> Options:
     """Restore the run's settings, except those that the user chose in addition to `--resume`."""
-    saved = record.get("config") or {}
-    sources = ValueSource.read_all(record.get("sources") or {})
+    saved = record.config or {}
+    sources = ValueSource.read_all(record.sources or {})
     chosen = _chosen(options)
     settings = {name: value for name, value in saved.items()
                 if name in FIELDS and name not in chosen | _PER_ATTEMPT

@@ -8,7 +8,8 @@ from typing import Any
 
 from ezpz_llm.base import shorten_value
 from ezpz_llm.layout.batch import option_of
-from ezpz_llm.rundir import read_layout, read_record
+from ezpz_llm.rundir import read_layout
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.plan import RANGES, RunPlan
 from ezpz_llm.trainer.resume import run_of
 from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
@@ -27,7 +28,7 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
     """
     run = run_of(Path(str(plan.config.resume)))
     record, layout = read_record(run), read_layout(run.layout) or {}
-    saved, model = record.get("config") or {}, record.get("model") or {}
+    saved, model = record.config or {}, record.model or {}
     now = {name: getattr(plan.config, name) for name in (*_SCHEDULE, *_OTHER_SETTINGS)}
     before = {name: saved[name] for name in now if _is_usable(name, saved.get(name))}
     resolved = plan.resolved

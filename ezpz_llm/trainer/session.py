@@ -25,7 +25,7 @@ from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, StepWork, Tracking, WallClock, terminal_width
 from ezpz_llm.observe.throughput import format_duration
-from ezpz_llm.rundir import read_record
+from ezpz_llm.rundir.records import Launch, Startup, read_record
 from ezpz_llm.trainer.config import RunConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.first_screen import expected_end
@@ -146,14 +146,13 @@ def print_startup(session: Session) -> None:
     launched_at = None
     if RUN_ID_VARIABLE in os.environ:  # otherwise the record may be from an earlier launch
         with contextlib.suppress(UserError):  # an unreadable record
-            record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
-            launched_at = record.get("started")
+            launched_at = (read_record(session.dist.run_dir).launch or Launch()).started
     seconds = durations(session.clock.marks, process_start_time(), launched_at)
     if session.config.compile:
         seconds["compiling"] = seconds_compiling()
         seconds["first step"] -= seconds["compiling"]
     total = sum(seconds.values())
-    session.dist.side.update_record(session.dist.run_dir, startup={"seconds": seconds, "total_s": total})
+    session.dist.side.update_record(session.dist.run_dir, startup=Startup(seconds=seconds, total_s=total))
     if not session.verbose:
         text = f"the first step finished {format_duration(total)} after the ranks were started"
         print(align_rows([("start-up", text)], terminal_width()), end="", flush=True)

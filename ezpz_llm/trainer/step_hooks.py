@@ -34,7 +34,7 @@ from ezpz_llm.observe import (
 from ezpz_llm.observe.history import whole_history
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
-from ezpz_llm.rundir import read_record, update_record
+from ezpz_llm.rundir.records import CheckpointCost, Rollback, read_record, update_record
 from ezpz_llm.trainer.memory_table import Memory, memory_table
 from ezpz_llm.trainer.next_commands import next_commands
 from ezpz_llm.trainer.plan import check_state
@@ -232,7 +232,7 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
         if memory is not None:
             print(memory_table(memory, rich=color))
     side.update_record(
-        run_dir, val_loss=summary and summary.val_loss, summary=summary and asdict(summary),
+        run_dir, val_loss=summary and summary.val_loss, summary=summary,
         memory=memory and memory.as_record(), load_at_end=load_now())
     side.attempt("report.html", lambda: write_own_page(run_dir, history))
     if summary is None:
@@ -301,13 +301,14 @@ def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) ->
         session.early_end.saved(saved.seconds)
 
 
-def checkpoint_cost(session: Session) -> dict[str, Any]:
+def checkpoint_cost(session: Session) -> CheckpointCost:
     """Return the cost of checkpoints for run.json: number, size, median seconds to write, seconds training
     waited."""
     saves = session.saves
-    return {"written": len(saves), "bytes": saves[-1].size if saves else None,
-            "complete_after_s": statistics.median(save.seconds for save in saves) if saves else None,
-            "training_waited_s": session.clock.split().get("checkpoints", 0.0)}
+    return CheckpointCost(
+        written=len(saves), bytes=saves[-1].size if saves else None,
+        complete_after_s=statistics.median(save.seconds for save in saves) if saves else None,
+        training_waited_s=session.clock.split().get("checkpoints", 0.0))
 
 
 MAX_ROLLBACKS = 3
@@ -368,7 +369,7 @@ def _roll_back(session: Session, source: str | Path, reason: str) -> None:
     if session.dist.is_main:
         print(f"warning: {reason}\n  rolled back from step {reached} to the checkpoint of step {session.step}; the "
               f"{skipped} samples since then are skipped", file=sys.stderr, flush=True)
-        run_dir, rollback = session.dist.run_dir, {"from_step": reached, "to_step": session.step,
-                                                   "samples_passed_over": skipped, "why": reason}
+        run_dir = session.dist.run_dir
+        rollback = Rollback(from_step=reached, to_step=session.step, samples_passed_over=skipped, why=reason)
         session.dist.side.attempt("the rollback in run.json", lambda: update_record(
-            run_dir, rollbacks=[*read_record(run_dir).get("rollbacks", []), rollback]))
+            run_dir, rollbacks=[*read_record(run_dir).rollbacks, rollback]))

@@ -10,6 +10,7 @@ import pytest
 from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.records import as_record
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.split import slow_link, split_traces
@@ -18,6 +19,7 @@ from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.plots import bars_plot
+from ezpz_llm.rundir.records import RunRecord
 
 
 def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",
@@ -189,16 +191,18 @@ def test_a_counterfactual_starts_our_trainer_with_the_configuration_of_the_run(t
                           "compile": "run.yaml", "lr": "default", "corpus": "command line",
                           "x=y --z": "command line",
                           "min_lr": "a tenth of lr"}}
-    arguments = command(record, tmp_path)
+    arguments = command(as_record(RunRecord, record, "run.json"), tmp_path)
     assert arguments[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
     assert arguments[9:13] == ["--", sys.executable, "-m", "ezpz_llm.explain.without_collectives"]
     assert arguments[13:16] == ["--ds-config=zero2", "--steps=5000", "--compile=true"]
     assert all(word.startswith("--") for word in arguments[13:]), "the record supplies only values of options"
     assert "--corpus=--run-dir=b; id" in arguments
     assert not [word for word in arguments[13:] if word.startswith(("--run-dir", "--lr=", "--min-lr", "--x"))]
-    for broken in ({"config": []}, {"sources": None}, {"environment": {"world_size": "2; id"}}):
+    for missing in ({"config": None}, {"sources": None}, {"environment": {}}):
         with pytest.raises(UserError, match="no trainer configuration"):
-            command({**record, **broken}, tmp_path)
+            command(as_record(RunRecord, {**record, **missing}, "run.json"), tmp_path)
+    with pytest.raises(UserError, match=r"environment\.world_size is '2; id', but must be a whole number"):
+        as_record(RunRecord, {**record, "environment": {"world_size": "2; id"}}, "run.json")
 
 
 def test_a_counterfactual_accepts_a_run_with_rollback_although_it_writes_no_checkpoints():

@@ -18,6 +18,7 @@ from ezpz_llm.layout.layout import Layout
 from ezpz_llm.observe.history import make_history
 from ezpz_llm.observe.machine_load import MachineLoad, load_now, recorded_load
 from ezpz_llm.rundir import RunDir, append_line
+from ezpz_llm.rundir.records import Environment, Load, RunRecord
 
 STEPS = 200
 
@@ -131,10 +132,10 @@ def test_a_short_run_on_a_busy_machine_names_the_load_first(tmp_path):
 
 
 def test_a_run_alone_on_its_cpus_is_not_busy():
-    assert recorded_load({"environment": {"load": {"average": 2.4, "cpus": 2}}}) == MachineLoad(2.4, 2)
+    assert recorded_load(RunRecord(environment=Environment(load=Load(average=2.4, cpus=2)))) == MachineLoad(2.4, 2)
     assert not MachineLoad(2.4, 2).is_busy
-    assert recorded_load({"environment": {}}) is None
-    assert load_now()["cpus"] == os.cpu_count()
+    assert recorded_load(RunRecord(environment=Environment())) is None
+    assert load_now().cpus == os.cpu_count()
 
 
 def test_the_largest_cause_is_printed_first(tmp_path):

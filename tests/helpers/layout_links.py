@@ -18,7 +18,8 @@ from ezpz_llm.explain.events import subtract, total, union
 from ezpz_llm.explain.split import PAIRED, assign_exposed_time, find_waits
 from ezpz_llm.explain.trace import RankTrace, read_trace
 from ezpz_llm.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import read_record
 
 _SCALAR = 8
 """Bytes of a single number."""

@@ -25,7 +25,8 @@ from ezpz_llm.layout.ds_config import REMOVED, convert, table
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE, ValueSource
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.train import main
 from ezpz_llm.trainer import command
 
@@ -361,8 +362,8 @@ def test_a_users_ds_config_sets_the_run_and_output_goes_to_the_run_directory(tmp
         env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.stdout + process.stderr
     record = read_record(run_dir)
-    assert record["precision"] == "fp32"
-    assert (record["config"]["beta2"], record["config"]["weight_decay"]) == (0.999, 0.01)
+    assert record.precision == "fp32"
+    assert (record.config["beta2"], record.config["weight_decay"]) == (0.999, 0.01)
     rates = [line["lr"] for line in read_lines(run_dir.metrics)]
     assert rates == pytest.approx([0, 0, 0.0005, 0.001, 0.0015, 0.002])
     assert list(run_dir.path.glob("trackers/deepspeed-csv_monitor/curves/*.csv"))

@@ -17,7 +17,8 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.option_parsing import remove_options, value_of
-from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
+from ezpz_llm.rundir import RunDir, append_line, write_json
+from ezpz_llm.rundir.records import update_record
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.measurement import measure, untraced_steps
 from ezpz_llm.scaling.options import parse

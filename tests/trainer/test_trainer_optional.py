@@ -14,7 +14,8 @@ from slowness import scaled
 
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.observe.profile import PythonProfile
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer import step_hooks
 from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.options import parse
@@ -76,7 +77,7 @@ def test_failing_optional_work_does_not_end_a_run(tmp_path: Path, monkeypatch: p
     assert "training loss" in shown.out, "the summary"
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
     record = read_record(RunDir(tmp_path / "run"))
-    assert (record["steps"], record["memory"], record["summary"]["steps"]) == (4, None, 4)
+    assert (record.steps, record.memory, record.summary.steps) == (4, None, 4)
 
 
 def test_a_run_without_matplotlib_has_no_page_and_says_what_to_install(

@@ -16,7 +16,8 @@ from slowness import scaled
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.data.prepare import prepare
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.train import main
 from ezpz_llm.trainer import loop
 from ezpz_llm.trainer.options import parse
@@ -95,7 +96,7 @@ def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
     assert code == 0
     assert losses(tmp_path / "on") == losses(whole)[4:]
     assert f"run {whole} (its command line): n_layer 1, " in " ".join(out.split())
-    ours, theirs = (read_record(RunDir(path))["config"] for path in (tmp_path / "on", whole))
+    ours, theirs = (read_record(RunDir(path)).config for path in (tmp_path / "on", whole))
     differing = {name for name in theirs if ours[name] != theirs[name]} - {"run_dir", "resume"}
     assert differing == {"global_batch"}, "the derived global batch is recorded as a number"
 
