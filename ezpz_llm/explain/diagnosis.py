@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, as_dataclass, as_type
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.explain.causes import Cause, is_compile_unavailable, phase_causes, rank_causes
 from ezpz_llm.explain.counterfactual import StepsWithoutCollectives, read_steps_without_collectives
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
@@ -21,7 +22,8 @@ from ezpz_llm.layout.memory import bucket_bytes
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.history import PHASES, History, read_history, steady_steps
 from ezpz_llm.observe.machine_load import MachineLoad, recorded_load
-from ezpz_llm.rundir import RunDir, read_json, read_layout, schemas
+from ezpz_llm.rundir import RunDir, read_json, schemas
+from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import Environment, Memory as MemoryRecord, RunRecord, Summary, read_record
 
 _TORCH = "torch"
@@ -253,15 +255,15 @@ def read_run_facts(run_dir: Path, record: RunRecord) -> dict[str, Any]:
     Raises:
         UserError: layout.json is missing although the trainer wrote the run, or layout.json is damaged.
     """
-    resolved = read_layout(RunDir(run_dir).layout) or {}
-    if not resolved and record.model is not None:
+    resolved = read_layout_record(RunDir(run_dir))
+    if resolved is None and record.model is not None:
         raise UserError("layout.json is missing", where=str(run_dir), instead="a complete run directory")
     where = str(RunDir(run_dir).layout)
     environment = record.environment or Environment()
     return {"model": record.model and as_dataclass(ModelConfig, record.model, str(RunDir(run_dir).record)),
-            "layout": resolved and Layout.from_record(resolved.get("layout"), where),
-            "batch": as_dataclass(Batch, resolved["batch"], where) if "batch" in resolved else None,
-            "precision": resolved.get("precision"),
+            "layout": resolved and Layout.from_record(resolved.layout, where),
+            "batch": Batch(**as_plain(resolved.batch)) if resolved and resolved.batch else None,
+            "precision": resolved and resolved.precision,
             "optimizer": record.settings.optimizer or "adamw", "world_size": environment.world_size or 1,
             "device": environment.device.type, "memory_bytes": environment.device.memory_bytes,
             "config": record.config}

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ezpz_llm.base import UserError, data_dir, unknown_name_error
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_defaults
 from ezpz_llm.layout.batch import Batch, solve_batch
@@ -38,6 +39,7 @@ from ezpz_llm.layout.suggestions import validate_or_suggest
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
+from ezpz_llm.rundir.layout_record import BatchSizes, LayoutRecord
 
 DEFAULT_MICRO_BATCH = 4
 
@@ -73,10 +75,10 @@ class Resolved:
     def write(self, run_dir: RunDir, side: SideFiles | None = None) -> None:
         """Write layout.json and, if DeepSpeed is used, deepspeed.json."""
         side = side or SideFiles()
-        side.write_json(run_dir.layout, {
-            "layout": self.layout.as_record(), "batch": asdict(self.batch), "precision": self.precision,
-            "clip": self.clip, "optimizer": self.adam, "notes": list(self.notes),
-            "sources": {name: str(source) for name, source in self.sources.items()}})
+        side.write_json(run_dir.layout, as_plain(LayoutRecord(
+            layout=self.layout.as_record(), batch=BatchSizes(**asdict(self.batch)), precision=self.precision,
+            clip=self.clip, optimizer=self.adam, notes=list(self.notes),
+            sources={name: str(source) for name, source in self.sources.items()})))
         if self.deepspeed is not None:
             side.write_json(run_dir.deepspeed, self.for_deepspeed(run_dir))
 

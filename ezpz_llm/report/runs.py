@@ -17,7 +17,8 @@ from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady_steps
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.observe.trackers.tracker import flatten_settings
-from ezpz_llm.rundir import RunDir, read_layout
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.layout_record import LayoutRecord, read_layout_record
 from ezpz_llm.rundir.records import Data, Environment, Exit, Launch, RunRecord, read_record
 
 _SILENT_AFTER_S = 600.0
@@ -46,7 +47,7 @@ class Run:
     path: Path
     name: str
     record: RunRecord
-    layout: dict[str, Any]
+    layout: LayoutRecord
     rows: History
     state: str
     notes: tuple[str, ...]
@@ -131,7 +132,7 @@ def run_of(run_dir: RunDir, rows: History) -> Run:
 
 
 def _build_run(path: Path, name: str, record: RunRecord, rows: History, silent_s: float) -> Run:
-    layout = read_layout(RunDir(path).layout) or {}
+    layout = read_layout_record(RunDir(path)) or LayoutRecord()
     is_resumable = (RunDir(path).checkpoints / "latest").exists()
     run = Run(path, name, record, layout, rows, _state(record, rows, silent_s, is_resumable=is_resumable), ())
     return replace(run, notes=tuple(_notes(run)))
@@ -299,23 +300,22 @@ def comparison_sentence(differing: dict[str, list[str]]) -> str:
 
 def layout_text(run: Run) -> str:
     """Return the layout's name and degrees; "-" if unknown."""
-    layout = run.layout.get("layout") or {}
-    if not layout:
+    if not run.layout.layout:
         return run.record.settings.ds_config or "-"
-    sizes = {"dp": (run.layout.get("batch") or {}).get("dp_size", 1),
-             **{axis: layout.get(axis, 1) for axis in ("tp", "pp", "sp")}}
+    layout, batch = run.layout.degrees, run.layout.batch
+    sizes = {"dp": batch.dp_size if batch else 1, "tp": layout.tp, "pp": layout.pp, "sp": layout.sp}
     degrees = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    name = layout.get("name", "-")
+    name = layout.name or "-"
     return f"{name} ({degrees})" if degrees else name
 
 
 def describe_batch(run: Run) -> str:
     """Return the global batch and its factors."""
-    batch = run.layout.get("batch") or {}
-    sizes = [batch.get(name) for name in ("global_batch", "micro_batch", "accumulation", "dp_size")]
-    if None in sizes:
+    batch = run.layout.batch
+    if batch is None:
         return "-"
-    return "{} ({} x {} micro-steps x {} ranks)".format(*sizes)
+    return (f"{batch.global_batch} ({batch.micro_batch} x {batch.accumulation} micro-steps x {batch.dp_size}"
+            " ranks)")
 
 
 def describe_device(run: Run) -> str:
@@ -334,7 +334,7 @@ def _outcomes(run: Run) -> dict[str, str]:
     return _as_text({
         "data": f"{data.tokenizer or '-'} {(data.fingerprint or '-')[:12]}",
         "precision": run.record.precision,
-        "batch": (run.layout.get("batch") or {}).get("global_batch"),
+        "batch": run.layout.batch and run.layout.batch.global_batch,
         "layout": layout_text(run),
         "ranks": run.world_size,
         "device": describe_device(run),

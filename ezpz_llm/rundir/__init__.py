@@ -1,4 +1,7 @@
-"""Files of a run directory, through which all commands exchange data (standard library only, except `records`)."""
+"""Files of a run directory, through which all commands exchange data.
+
+Standard library only, except `records` and `layout_record`, which this module does not import.
+"""
 
 from ezpz_llm.rundir.files import (
     RUN_DIR_VARIABLE,
@@ -10,7 +13,6 @@ from ezpz_llm.rundir.files import (
     locked,
     private_opener,
     read_json,
-    read_layout,
     read_lines,
     remove_incomplete_checkpoints,
     write_atomic,
@@ -40,7 +42,6 @@ __all__ = [
     "newest_run",
     "private_opener",
     "read_json",
-    "read_layout",
     "read_lines",
     "redact",
     "redact_words",

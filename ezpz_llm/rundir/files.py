@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, as_type, is_one_line, make_private, untrusted_input
-from ezpz_llm.rundir.schemas import Resolved
+from ezpz_llm.base import UserError, is_one_line, make_private, untrusted_input
 
 RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
 """Environment variable with the run directory. `launch` sets it for every rank."""
@@ -293,16 +292,6 @@ def read_json(path: Path) -> Any:
         return untrusted_input.read_json(path)
     except untrusted_input.NoFile:
         return None
-
-
-def read_layout(path: Path) -> dict[str, Any] | None:
-    """Return the content of layout.json, or None if it does not exist.
-
-    Raises:
-        UserError: the file is damaged or cannot be read, or a value has the wrong type.
-    """
-    stored = read_json(path)
-    return None if stored is None else as_type(Resolved, stored, str(path))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,41 +1,10 @@
-"""Types of the members that commands read from files of a run directory. The files may have more members.
-
-All members of layout.json are optional.
-"""
+"""Types of the members that commands read from traces and ds_configs. The files may have more members."""
 
 from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from ezpz_llm.base import MAX_RANKS, MAX_SECONDS, MAX_STEPS, Range
-
-Ranks = Annotated[int, Range(1, MAX_RANKS)]
-
-
-class Batch(TypedDict, total=False):
-    """`batch` in layout.json."""
-
-    global_batch: Annotated[int, Range(1, MAX_STEPS)]
-    micro_batch: Annotated[int, Range(1, MAX_STEPS)]
-    accumulation: Annotated[int, Range(1, MAX_STEPS)]
-    dp_size: Ranks
-
-
-class Degrees(TypedDict, total=False):
-    """`layout` in layout.json."""
-
-    name: str
-    tp: Ranks
-    pp: Ranks
-    sp: Ranks
-
-
-class Resolved(TypedDict, total=False):
-    """Content of layout.json."""
-
-    layout: Degrees
-    batch: Batch
-    precision: str | None
+from ezpz_llm.base import MAX_RANKS, MAX_SECONDS, Range
 
 
 class _Call(TypedDict):

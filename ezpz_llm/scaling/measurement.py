@@ -14,7 +14,8 @@ from typing import Any
 from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import is_finite, steady_steps
-from ezpz_llm.rundir import RunDir, read_layout, read_lines
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import Environment, Launch, Memory, RunRecord, SlowestRank, Summary, read_record
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Point, Repeat, run_dir_of
@@ -103,12 +104,12 @@ def _with_batch_of_script(planned: Repeat, steps: Sequence[dict[str, Any]]) -> R
 
 
 def _with_batch_of_trainer(planned: Repeat, run_dir: RunDir, record: RunRecord) -> Repeat:
-    layout = read_layout(run_dir.layout)
-    if layout is None:
+    layout = read_layout_record(run_dir)
+    if layout is None or layout.batch is None:
         raise _UnusableRun(f"{run_dir.layout} is missing, so the batch is unknown")
-    batch = layout["batch"]
-    return replace(planned, global_batch=batch["global_batch"], micro_batch=batch["micro_batch"],
-                   accumulation=batch["accumulation"], block_size=(record.model or {})["block_size"])
+    batch = layout.batch
+    return replace(planned, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                   accumulation=batch.accumulation, block_size=(record.model or {})["block_size"])
 
 
 def untraced_steps(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:

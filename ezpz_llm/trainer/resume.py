@@ -16,7 +16,8 @@ from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_checkpoint
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_json as read_plain_json
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import RunRecord, read_record
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import Options
@@ -160,13 +161,15 @@ def _chosen(options: Options) -> set[str]:
 def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:
     """Return the run's batch sizes to restore: the global batch, and the micro-batch as an upper limit."""
     try:
-        batch = (read_plain_json(run.layout) or {}).get("batch") or {}
+        layout = read_layout_record(run)
     except UserError:
         return {}
+    if layout is None or layout.batch is None:
+        return {}
     given = chosen.intersection(_BATCH)
-    sizes = {}
+    sizes: dict[str, int] = {}
     if "global_batch" not in given and len(given) < 2:
-        sizes["global_batch"] = batch.get("global_batch")
+        sizes["global_batch"] = layout.batch.global_batch
     if not given & {"micro_batch", "accumulation"}:
-        sizes["micro_batch"] = batch.get("micro_batch")
-    return {name: number for name, number in sizes.items() if number is not None}
+        sizes["micro_batch"] = layout.batch.micro_batch
+    return sizes

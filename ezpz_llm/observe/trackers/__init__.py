@@ -18,7 +18,8 @@ from typing import Any
 from ezpz_llm.base import UserError, unknown_name_error
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.observe.trackers.tracker import Row, Tracker, TrackerArguments, flatten_settings
-from ezpz_llm.rundir import RunDir, SideFiles, read_layout
+from ezpz_llm.rundir import RunDir, SideFiles
+from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import TrackerRun, read_record
 
 CLOSE_WITHIN_S = 60.0
@@ -57,8 +58,8 @@ class Tracking:
         record = read_record(run_dir)
         earlier = record.trackers if first_step else {}
         settings = {name: as_plain(value) for name in _SETTINGS if (value := getattr(record, name)) is not None}
-        if layout := read_layout(run_dir.layout):
-            settings["layout"] = layout
+        if layout := read_layout_record(run_dir):
+            settings["layout"] = as_plain(layout)
         for choice in self._choices:
             run_id = earlier[choice.name].run_id if choice.name in earlier else None
             arguments = TrackerArguments(run_dir.tracker(choice.name), run_dir.path.name, settings, first_step,
