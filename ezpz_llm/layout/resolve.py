@@ -78,7 +78,7 @@ class Resolved:
         side.write_json(run_dir.layout, as_plain(LayoutRecord(
             layout=self.layout.as_record(), batch=BatchSizes(**asdict(self.batch)), precision=self.precision,
             clip=self.clip, optimizer=self.adam, notes=list(self.notes),
-            sources={name: str(source) for name, source in self.sources.items()})))
+            sources={name: source.as_record() for name, source in self.sources.items()})))
         if self.deepspeed is not None:
             side.write_json(run_dir.deepspeed, self.for_deepspeed(run_dir))
 

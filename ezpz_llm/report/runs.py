@@ -20,6 +20,7 @@ from ezpz_llm.observe.trackers.tracker import flatten_settings
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.layout_record import LayoutRecord, read_layout_record
 from ezpz_llm.rundir.records import Data, Environment, Exit, Launch, RunRecord, read_record
+from ezpz_llm.rundir.value_source_record import Source
 
 _SILENT_AFTER_S = 600.0
 """A run without new lines is shown as running for this time plus three times the duration of the last log interval.
@@ -259,8 +260,8 @@ _IGNORED = {"run_dir", "resume", "track", "profile", "trace_steps", "log_every",
             "global_batch", "micro_batch", "accumulation", "ds_config", "device"}
 """Options that do not change the curves, or whose outcome is compared instead."""
 _MAX_NAMES = 5
-_DERIVED = ("default", "a tenth of", "follows from")
-"""Prefixes of the recorded sources of values that the user did not choose."""
+_DERIVED = ("default", "tenth", "derived")
+"""Origins of values that the user did not choose; see `ezpz_llm.layout.value_source`."""
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -282,8 +283,8 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 def _is_chosen(run: Run, name: str) -> bool:
     """Return True if the user chose this option; False if the run's version did not have it."""
-    has_option = name in (run.record.config or {})
-    return has_option and not (run.record.sources or {}).get(name, "").startswith(_DERIVED)
+    has_option, source = name in (run.record.config or {}), (run.record.sources or {}).get(name)
+    return has_option and not (isinstance(source, Source) and source.origin in _DERIVED)
 
 
 def comparison_sentence(differing: dict[str, list[str]]) -> str:

@@ -1,6 +1,6 @@
 """Files of a run directory, through which all commands exchange data.
 
-Standard library only, except `records` and `layout_record`, which this module does not import.
+Standard library only, except for the modules of records, which this module does not import.
 """
 
 from ezpz_llm.rundir.files import (

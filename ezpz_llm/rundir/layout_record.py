@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from ezpz_llm.base.records import Count, Ranks, as_record
 from ezpz_llm.rundir.files import RunDir, read_json
+from ezpz_llm.rundir.value_source_record import Sources
 
 
 class BatchSizes(Struct, frozen=True):
@@ -38,7 +39,7 @@ class LayoutRecord(Struct, frozen=True):
     clip: float | None = None
     optimizer: dict[str, Any] = {}
     notes: list[str] = []
-    sources: dict[str, str] = {}
+    sources: Sources = {}
 
     @property
     def degrees(self) -> Degrees:

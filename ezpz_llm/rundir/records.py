@@ -16,6 +16,7 @@ from ezpz_llm.base.records import Bytes, Count, Epoch, Rank, Ranks, Step, Whole,
 from ezpz_llm.rundir.files import LOCK_WITHIN_S, RunDir, locked, write_json
 from ezpz_llm.rundir.secrets import without_secrets
 from ezpz_llm.rundir.stop import SIGNAL, Stop
+from ezpz_llm.rundir.value_source_record import Sources
 
 
 class Launch(Struct, frozen=True):
@@ -281,7 +282,7 @@ class RunRecord(Struct, frozen=True):
 
     config: dict[str, Any] | None = None
     """Settings of the trainer or of the user's script, by name."""
-    sources: dict[str, str] | None = None
+    sources: Sources | None = None
     model: dict[str, Any] | None = None
     """Settings of the model, by name; see `ezpz_llm.model.config.ModelConfig`."""
     parameters: Whole | None = None

@@ -91,7 +91,8 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
     # A preset keeps its global batch on any number of ranks; its micro-batch is an upper limit.
-    largest = config.micro_batch if options.origin("micro_batch") in (Origin.PRESET, Origin.RUN) else None
+    keeps_largest = options.origin("micro_batch") in (Origin.PRESET, Origin.RUN, Origin.RUN_TYPED)
+    largest = config.micro_batch if keeps_largest else None
     resolved = resolve(Request(config.ds_config, world_size=world_size, global_batch=config.global_batch,
                                micro_batch=None if largest else config.micro_batch,
                                accumulation=config.accumulation, default_micro_batch=largest or DEFAULT_MICRO_BATCH,
@@ -155,7 +156,7 @@ def _with_schedule(options: Options) -> Options:
             options = options.set(ValueSource(Origin.DERIVED, "steps"), **{name: default})
         elif steps < recipe.get("steps", 0):
             # The recipe is for a longer run: keep its proportions.
-            options = options.set(replace(source, detail=f"{source.detail}, in proportion to {steps} steps"),
+            options = options.set(replace(source, scaled_to=steps),
                                   **{name: max(RANGES[name].least, given * steps // recipe["steps"])})
     if options.config.schedule == "wsd" and options.config.wsd_decay_steps is None:
         end = options.config.decay_steps or steps

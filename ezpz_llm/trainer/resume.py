@@ -101,7 +101,7 @@ def rename_old_metrics(run_dir: RunDir) -> Path:
 def _check_unchanged(given: Options, run: RunDir, record: RunRecord, step: int) -> None:
     """Raise a UserError if options differ from those of a complete run, since they would be ignored."""
     saved = record.config or {}
-    sources = ValueSource.read_all(record.sources or {})
+    sources = {name: ValueSource.from_record(source) for name, source in (record.sources or {}).items()}
     differing = []
     for name, value in asdict(given.config).items():
         if name in {*_PER_ATTEMPT, "steps"} or name not in saved or _is_same(value, saved[name]):
@@ -110,7 +110,7 @@ def _check_unchanged(given: Options, run: RunDir, record: RunRecord, step: int) 
         # A value of a file or preset may have been overridden by the ds_config, a derived setting or fewer steps,
         # as it would be again by the same command. Nothing overrides an option on the command line.
         overridden = before != given.sources[name] and (
-            before.origin in _REDERIVED or "in proportion to" in before.detail
+            before.origin in _REDERIVED or before.scaled_to is not None
             or str(saved.get("ds_config")) in before.detail)
         if origin is Origin.COMMAND_LINE or (origin in (Origin.FILE, Origin.PRESET) and not overridden):
             differing.append(name)
@@ -140,7 +140,7 @@ def run_of(target: Path) -> RunDir:
 def _with_settings(options: Options, run: RunDir, record: RunRecord) -> Options:
     """Restore the run's settings, except those that the user chose in addition to `--resume`."""
     saved = record.config or {}
-    sources = ValueSource.read_all(record.sources or {})
+    sources = {name: ValueSource.from_record(source) for name, source in (record.sources or {}).items()}
     chosen = _chosen(options)
     settings = {name: value for name, value in saved.items()
                 if name in FIELDS and name not in chosen | _PER_ATTEMPT

@@ -41,7 +41,7 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
     plan.resolved.write(dist.run_dir, dist.side)
     dist.side.update_record(
         dist.run_dir, config=asdict(plan.config), model=asdict(plan.model),
-        sources={name: str(source) for name, source in plan.sources.items()},
+        sources={name: source.as_record() for name, source in plan.sources.items()},
         parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
         data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
         peak=work.peak, ceiling=work.ceiling)

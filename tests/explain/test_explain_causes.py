@@ -183,14 +183,14 @@ def test_replicated_optimizer_steps_are_a_cause():
 
 
 def test_a_counterfactual_starts_our_trainer_with_the_configuration_of_the_run(tmp_path):
+    typed = {"origin": "command_line"}
     record = {"environment": {"world_size": 4}, "launch": {"typed": ["launch", "sh", "-c", "id"],
                                                                "ranks_per_host": [2, 2]},
               "config": {"ds_config": "zero2", "steps": 5000, "run_dir": "a", "compile": True, "lr": 1e-3,
                          "corpus": "--run-dir=b; id", "min_lr": 1e-4, "x=y --z": 1},
-              "sources": {"ds_config": "command line", "steps": "command line", "run_dir": "command line",
-                          "compile": "run.yaml", "lr": "default", "corpus": "command line",
-                          "x=y --z": "command line",
-                          "min_lr": "a tenth of lr"}}
+              "sources": {**dict.fromkeys(("ds_config", "steps", "run_dir", "corpus", "x=y --z"), typed),
+                          "compile": {"origin": "file", "detail": "run.yaml"}, "lr": {"origin": "default"},
+                          "min_lr": {"origin": "tenth", "detail": "lr"}}}
     arguments = command(as_record(RunRecord, record, "run.json"), tmp_path)
     assert arguments[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
     assert arguments[9:13] == ["--", sys.executable, "-m", "ezpz_llm.explain.without_collectives"]

@@ -73,7 +73,7 @@ def test_runs_that_do_not_support_a_counterfactual_are_rejected(tmp_path, record
 
 
 RECORD = {"launch": {"typed": ["launch", "sh", "-c", "id > PWNED"]}, "environment": {"world_size": 2},
-          "config": {"ds_config": "zero1"}, "sources": {"ds_config": "command line"}}
+          "config": {"ds_config": "zero1"}, "sources": {"ds_config": {"origin": "command_line"}}}
 
 
 def test_nothing_starts_without_confirmation_or_from_the_run_of_another_user(tmp_path, monkeypatch, capsys):

@@ -24,7 +24,7 @@ from ezpz_llm.layout import ops
 from ezpz_llm.layout.ds_config import REMOVED, convert, table
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.value_source import COMMAND_LINE, ValueSource
+from ezpz_llm.layout.value_source import COMMAND_LINE, Origin, ValueSource
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record
 from ezpz_llm.train import main
@@ -249,12 +249,12 @@ def test_the_loss_scale_changes_as_in_deepspeed(settings: DynamicScale) -> None:
 
 def test_settings_of_the_run_override_deepspeeds_defaults(read) -> None:
     values = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "eps": "auto"}}}
-    resolved = read(values, sources=ValueSource.read_all({"beta2": "recipe of gpt2-124m"}))
+    file = ValueSource(Origin.FILE, "run.yaml")
+    resolved = read(values, sources={"beta2": ValueSource(Origin.RECIPE, "gpt2-124m")})
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01}
     assert "beta1 0.9, beta2 0.999, weight_decay 0.01" in " ".join(resolved.notes)
     assert "torch_adam of the optimizer" in " ".join(resolved.notes)
-    resolved = read(values, sources=ValueSource.read_all({"beta2": "run.yaml", "lr": "run.yaml",
-                                                          "weight_decay": "command line"}))
+    resolved = read(values, sources={"beta2": file, "lr": file, "weight_decay": COMMAND_LINE})
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9}
 
 

@@ -23,6 +23,7 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.layout import ds_config
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record
+from ezpz_llm.rundir.value_source_record import Source
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_state, plan_run
 
@@ -75,7 +76,7 @@ def test_the_record_contains_settings_and_results(finished):
     assert record.launch.world_size == 2
     assert record.exit.code == 0
     assert record.config["steps"] == 20
-    assert record.sources["steps"] == "command line"
+    assert record.sources["steps"] == Source("command_line")
     assert 3.0 < record.unigram_entropy < 3.5
     assert record.val_loss == list(read_lines(RunDir(run_dir).metrics))[-1]["val_loss"]
     assert record.samples_consumed == 20 * 8
