@@ -1,6 +1,6 @@
 """Conversion of parsed JSON to msgspec structs and dataclasses, and back to plain values.
 
-Not imported by `ezpz_llm.base`: importing msgspec takes 15 ms, and the rank shim and `launch --dry-run` must start
+Not imported by `ezpz_llm.base`: importing msgspec takes 30 ms, and the rank shim and `launch --dry-run` must start
 fast.
 """
 
