@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import datetime
 import io
 import json
@@ -40,7 +41,7 @@ from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import start
 from ezpz_llm.trainer.session import Session
-from ezpz_llm.trainer.step_hooks import after_step
+from ezpz_llm.trainer.step_end import after_step
 
 ENDLESS = 10**6
 ALLOWED = 1.01
@@ -88,10 +89,9 @@ def pair(on: Session, off: Session, shuffle: random.Random) -> dict[str, tuple[f
     turn = 1 if on.engine.device.type == "cpu" else steps
     spent = {"on": [0.0, 0.0], "off": [0.0, 0.0]}
     for _ in range(steps // turn):
-        for kind, session, other in shuffle.sample((("on", on, off), ("off", off, on)), 2):
+        for kind, session in shuffle.sample((("on", on), ("off", off)), 2):
             for index, seconds in enumerate(take(session, turn)):
                 spent[kind][index] += seconds / steps
-            other.position = session.position
     return {kind: (wall, cpu) for kind, (wall, cpu) in spent.items()}
 
 
@@ -105,7 +105,9 @@ def measure(pairs: int, options: list[str]) -> dict[str, object]:
         heartbeat = Heartbeat({**os.environ, HEARTBEAT_VARIABLE: str(Path(folder) / "heartbeat")})
         with setup(run_dir=Path(folder) / "run") as dist:
             on = start(parse([*FIXED, *options]), dist, WallClock(), heartbeat)
-            off = replace(on, timeline=Nothing(), metrics=Nothing(), heartbeat=Nothing(), clock=Nothing())
+            off = replace(on, timeline=Nothing(), metrics=Nothing(), heartbeat=Nothing(), clock=Nothing(),
+                          callbacks=copy.copy(on.callbacks))
+            off.callbacks.context = copy.copy(on.callbacks.context)  # with its own step number
             shuffle = random.Random(1)
             pair(on, off, shuffle)  # warm-up, with the flush after the first step
             found = [pair(on, off, shuffle) for _ in range(pairs)]

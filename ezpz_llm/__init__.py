@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from ezpz_llm.library.run import Run, finish, phase, record, setup
     from ezpz_llm.library.target import Target
     from ezpz_llm.library.wrapping import Wrapped, load_checkpoint, save_checkpoint, wrap
+    from ezpz_llm.trainer.callbacks.callback import Callback
 
-__all__ = ["Run", "Target", "UserError", "Wrapped", "__version__", "finish", "load_checkpoint", "phase", "record",
-           "save_checkpoint", "setup", "trainer_callback", "wrap"]
+__all__ = ["Callback", "Run", "Target", "UserError", "Wrapped", "__version__", "finish", "load_checkpoint", "phase",
+           "record", "save_checkpoint", "setup", "trainer_callback", "wrap"]
 
-_MODULES = {"UserError": "base", "__version__": "base.version", "Target": "library.target",
-           "trainer_callback": "library.hugging_face",
+_MODULES = {"Callback": "trainer.callbacks.callback", "UserError": "base", "__version__": "base.version",
+           "Target": "library.target", "trainer_callback": "library.hugging_face",
            **dict.fromkeys(("Run", "finish", "phase", "record", "setup"), "library.run"),
            **dict.fromkeys(("Wrapped", "load_checkpoint", "save_checkpoint", "wrap"), "library.wrapping")}
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, count_noun, run_command
+from ezpz_llm.base import UserError, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.layout.ops import OPS
 
@@ -30,17 +29,14 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("--json cannot be combined with --build-ops", instead="--build-ops or --json")
         return _build(options.build_ops or list(OPS))
     from ezpz_llm.check.doctor import run_checks
-    from ezpz_llm.check.rules.gathered import findings_text
+    from ezpz_llm.check.findings import as_record, findings_text, is_fit, verdict
 
-    checks = run_checks(os.environ)
-    counts = Counter(check.level for check in checks)
+    findings = run_checks(os.environ)
     if options.json:
-        print(json.dumps([{"level": check.level, "name": check.topic, "found": check.found,
-                           "instead": check.instead} for check in checks], indent=2))
+        print(json.dumps(as_record(findings), indent=2))
     else:
-        print(f"{findings_text(checks)}doctor: {counts['bad']} bad, {count_noun(counts['warn'], 'warning')}, "
-              f"{counts['ok']} ok")
-    return int(counts["bad"] > 0)
+        print(findings_text(findings) + verdict("doctor", findings, f"{len(findings)} checks"))
+    return 0 if is_fit(findings) else 1
 
 
 def _build(names: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Run this project's training loop, with a step hook, like those of profiles, that ticks the clock."""
+"""Run this project's training loop, with a callback that ticks the clock."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.model.parameters import flops_per_token
 from ezpz_llm.observe import WallClock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import start
@@ -22,18 +23,14 @@ from peers.data import SHARDS
 from peers.task import Clock, Task
 
 
-class Watch:
-    """Step hook that ticks the clock after each step."""
+class Watch(Callback):
+    """Callback that ticks the clock after each step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def before_step(self, step: int) -> None: ...
-
-    def after_step(self, step: int) -> None:
+    def on_step_end(self, context: CallbackContext) -> None:
         self._clock.tick()
-
-    def close(self) -> None: ...
 
 
 def options(task: Task) -> list[str]:
@@ -55,8 +52,7 @@ def run(task: Task, clock: Clock) -> dict[str, Any]:
     """Train; with `task.collectives`, also measure the layout's collectives separately."""
     run_dir = None if RUN_DIR_VARIABLE in os.environ else Path(task.scratch) / "run"
     with setup(run_dir=run_dir) as dist, contextlib.redirect_stdout(io.StringIO()):
-        session = start(parse(options(task)), dist, WallClock(), Heartbeat(os.environ))
-        session.profiles.append(Watch(clock))
+        session = start(parse(options(task)), dist, WallClock(), Heartbeat(os.environ), [Watch(clock)])
         train(session)
         lines = list(map(json.loads, dist.run_dir.metrics.read_text().splitlines())) if dist.is_main else []
         config = session.plan.model

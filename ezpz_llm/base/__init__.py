@@ -24,11 +24,13 @@ from ezpz_llm.base.errors import (
     version_text,
 )
 from ezpz_llm.base.package_data import (
+    Plugin,
     cache_dir,
     data_dir,
     entry_points,
     extensions_dir,
     installed,
+    load_plugins,
     tested_range,
     user_path,
 )
@@ -103,6 +105,7 @@ __all__ = [
     "JsonText",
     "NoFile",
     "NotPrivate",
+    "Plugin",
     "PrivateFolder",
     "Range",
     "UserError",
@@ -128,6 +131,7 @@ __all__ = [
     "is_protected_from_others",
     "join_file_name",
     "lazy_names",
+    "load_plugins",
     "make_private",
     "nearest_names",
     "new_secret",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,21 @@ def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
     return cache_dir(env).absolute() / "torch_extensions"
 
 
+@dataclass(frozen=True)
+class Plugin:
+    """Loaded entry point: its name, the package that declares it with its version, and the loaded object."""
+
+    name: str
+    package: str
+    value: Any
+
+
 def entry_points(group: str, find_problem: Callable[[Any], str | None]) -> list[Any]:
+    """Load the entry points of installed packages in `group`, and return their objects; see `load_plugins`."""
+    return [plugin.value for plugin in load_plugins(group, find_problem)]
+
+
+def load_plugins(group: str, find_problem: Callable[[Any], str | None]) -> list[Plugin]:
     """Load and return the entry points of installed packages in `group`.
 
     Skips an unusable entry point with a warning, because most commands do not need it.
@@ -77,7 +92,7 @@ def entry_points(group: str, find_problem: Callable[[Any], str | None]) -> list[
     if not any(f"[{group}]" in system_text(path) for folder in sys.path
                for path in Path(folder or os.curdir).glob("*-info/entry_points.txt")):
         return []
-    values = []
+    plugins = []
     for point in import_module("importlib.metadata").entry_points(group=group):
         try:
             value = point.load()
@@ -85,11 +100,12 @@ def entry_points(group: str, find_problem: Callable[[Any], str | None]) -> list[
         except (Exception, SystemExit) as error:  # any error of a third-party package
             why = f"{type(error).__name__}: {error}"
         if why is None:
-            values.append(value)
+            package = f"{point.dist.name} {point.dist.version}" if point.dist else point.module
+            plugins.append(Plugin(point.name, package, value))
         else:
             warning = f"warning: ignoring the entry point {point.name} = {point.value} ({group}): {why}"
             print(escape_control_characters(warning), file=sys.stderr, flush=True)
-    return values
+    return plugins
 
 
 def installed(package: str) -> str | None:

@@ -35,7 +35,7 @@ def rows() -> tuple[Row, ...]:
                  for table in tables for option, answers in table["options"].items())
 
 
-def rows_of(option: str) -> list[Row]:
+def _rows_of(option: str) -> list[Row]:
     """Return the rows for an option, or else for the most similar option. `_` and `-` are equivalent."""
     by_name: dict[str, list[Row]] = {}
     for row in rows():
@@ -47,7 +47,7 @@ def rows_of(option: str) -> list[Row]:
 
 def synonym(option: str, known: Collection[str]) -> tuple[str, str | None]:
     """Return the programs that have an option, as text ("" if none), and its replacement here (None if unknown)."""
-    matches = rows_of(option)
+    matches = _rows_of(option)
     answers = (answer for row in matches for answer in row.answers)
     return (" and ".join(dict.fromkeys(row.program for row in matches)),
             next((answer for answer in answers if all(name in known for name in options_in(answer))), None))

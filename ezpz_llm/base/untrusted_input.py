@@ -25,17 +25,17 @@ from ezpz_llm.base.errors import UserError
 
 MAX_BYTES = 16 << 20
 """Default size limit of a file, in bytes. Pass `most` to read larger files."""
-MAX_LINE_BYTES = 16 << 20
+_MAX_LINE_BYTES = 16 << 20
 """Maximum size of one line of a JSON-lines file; the number of lines is not limited."""
-MAX_DEPTH = 100
+_MAX_DEPTH = 100
 """Maximum nesting depth of lists and objects. Python itself fails at about a thousand."""
-MAX_DIGITS = 4300
+_MAX_DIGITS = 4300
 """Maximum digits of an integer, Python's own limit since 3.10.7: parsing takes quadratic time."""
-MAX_TOML = 1 << 20
+_MAX_TOML = 1 << 20
 """Maximum length of TOML text, in characters."""
-MAX_YAML_BYTES = 64 << 10
+_MAX_YAML_BYTES = 64 << 10
 """Maximum size of a YAML file: PyYAML takes a second for 100 KB."""
-MAX_YAML_NODES = 100_000
+_MAX_YAML_NODES = 100_000
 """Maximum number of YAML nodes, with every alias expanded."""
 
 
@@ -113,7 +113,7 @@ def read_commented_json(path: Path, most: int = 1 << 20) -> Any:
                    "and trailing commas are allowed")
 
 
-def read_json_lines(path: Path, most_line: int = MAX_LINE_BYTES) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path, most_line: int = _MAX_LINE_BYTES) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file of any length. Skips a last line that a crash has truncated.
 
     Raises:
@@ -133,7 +133,7 @@ def read_json_lines(path: Path, most_line: int = MAX_LINE_BYTES) -> Iterator[dic
                     return
                 try:
                     value = orjson.loads(line)
-                    is_plain = isinstance(value, dict) and line.count(b"[") + line.count(b"{") <= MAX_DEPTH
+                    is_plain = isinstance(value, dict) and line.count(b"[") + line.count(b"{") <= _MAX_DEPTH
                 except ValueError:  # a blank line, NaN, or invalid JSON: distinguished below
                     is_plain = False
                 if not is_plain:
@@ -155,10 +155,10 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     else:
         import tomli as tomllib
 
-    if len(text) > MAX_TOML:
-        raise UserError(f"this is larger than {_size(MAX_TOML)}", where=where)
+    if len(text) > _MAX_TOML:
+        raise UserError(f"this is larger than {_size(_MAX_TOML)}", where=where)
     # tomllib takes quadratic time for a key with many dots.
-    if any(part.count(".") > MAX_DEPTH for part in re.split("[=,\n]", text)):
+    if any(part.count(".") > _MAX_DEPTH for part in re.split("[=,\n]", text)):
         raise _too_deep(where)
     try:
         value = tomllib.loads(text)
@@ -175,18 +175,18 @@ def read_yaml(path: Path) -> Any:
     import yaml
 
     where = str(path)
-    text = read_text(path, MAX_YAML_BYTES)
+    text = read_text(path, _MAX_YAML_BYTES)
     try:
         depth = 0
         for event in yaml.parse(text, yaml.SafeLoader):
             # Checked during parsing because PyYAML takes quadratic time for a deep list.
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
+            if depth > _MAX_DEPTH:
                 raise _too_deep(where)
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         # Checked before the values are built because merged keys multiply with every alias.
-        if node is not None and _expanded_nodes(node, {}) > MAX_YAML_NODES:
+        if node is not None and _expanded_nodes(node, {}) > _MAX_YAML_NODES:
             raise UserError("the aliases expand to too many values", where=where,
                             instead="write the values without aliases")
         value = None if node is None else loader.construct_document(node)
@@ -221,7 +221,7 @@ def first_json(text: str, at: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, at)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
-    if text.count("[", at, end) + text.count("{", at, end) > MAX_DEPTH:
+    if text.count("[", at, end) + text.count("{", at, end) > _MAX_DEPTH:
         _check_depth(value, "")
     return value, end
 
@@ -348,17 +348,17 @@ def plain_json(text: str) -> str:
 
 
 _REMOVE_LINE = "remove that line"
-_TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} levels deep"
+_TOO_DEEP = f"lists and objects are nested more than {_MAX_DEPTH} levels deep"
 
 
 def _parse_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
+    if len(digits) > _MAX_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
 
 
 # Calling a Python function for every integer is slow, so it is used only if Python's limit is missing or higher.
-_HAS_LIMIT = 0 < getattr(sys, "get_int_max_str_digits", int)() <= MAX_DIGITS
+_HAS_LIMIT = 0 < getattr(sys, "get_int_max_str_digits", int)() <= _MAX_DIGITS
 _DECODER, _LENIENT = (json.JSONDecoder(parse_int=None if _HAS_LIMIT else _parse_int, strict=strict)
                       for strict in (True, False))
 
@@ -393,14 +393,14 @@ def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: s
         raise UserError(f"unsupported JSON: {error}", where=where, instead=instead) from error
     except RecursionError as error:
         raise _too_deep(where) from error
-    if text.count("[") + text.count("{") > MAX_DEPTH:
+    if text.count("[") + text.count("{") > _MAX_DEPTH:
         _check_depth(value, where)
     return value
 
 
 def _check_depth(value: Any, where: str) -> None:
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(_MAX_DEPTH + 1):
         level = [member for outer in level if isinstance(outer, (dict, list))
                  for member in (outer.values() if isinstance(outer, dict) else outer)
                  if isinstance(member, (dict, list))]
@@ -412,7 +412,7 @@ def _check_depth(value: Any, where: str) -> None:
 def _expanded_nodes(node: Any, known: dict[int, int]) -> int:
     """Return the number of nodes with every alias expanded; more than the limit if a node contains itself."""
     if id(node) not in known:
-        known[id(node)] = MAX_YAML_NODES + 1
+        known[id(node)] = _MAX_YAML_NODES + 1
         members = node.value if isinstance(node.value, list) else ()
         known[id(node)] = 1 + sum(_expanded_nodes(part, known) for member in members
                                   for part in (member if isinstance(member, tuple) else (member,)))

@@ -98,7 +98,7 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
 
 def scaled_down(zero: dict[str, Any], stage: int | None,
                 parameters: int = recipe.SCALED_FOR) -> dict[str, Any]:
-    """Return a "zero_optimization" block with buckets and thresholds scaled down to a model of `parameters`."""
+    """Return a "zero_optimization" block with buckets and thresholds scaled to a model of that size."""
     # DeepSpeed requires buckets that are a multiple of 2 (nccl_start_alignment_factor).
     limits = {key: max(2, value * parameters // recipe.SCALED_FOR // 2 * 2) for key, value in recipe.SCALED.items()}
     return {**zero, **{key: min(zero.get(key, value), value) for key, value in limits.items()
@@ -173,7 +173,7 @@ def _make_skipped(case: Case, error: UserError) -> Skipped:
     return Skipped(case, error.found + fix, illegal)
 
 
-_DESCRIPTION = """Check that every parallel layout computes the same as a single process.
+_DESCRIPTION = """Check that every parallel layout computes the same results as a single process.
 
 All layouts start from one checkpoint and train on the same tokens. certify compares the loss and gradient norm of
 each step, the first gradient of every parameter, and the weights after the last step. Without launch, certify runs

@@ -32,21 +32,22 @@ from ezpz_llm.model.loss import configure_head
 from ezpz_llm.rundir import RunDir
 
 LENGTH, BATCH, ACCUMULATION, CHUNK = 32, 4, 2, 24
-CLIPS = (recipe.CLIP, 0.0)
+_CLIPS = (recipe.CLIP, 0.0)
 SCALE, TOO_LARGE = 1024.0, 2.0 ** 90
-STEPS, RESUMED_STEP, MIN_SCALE = 400, 201, 2.0 ** -400
+STEPS, _RESUMED_STEP, _MIN_SCALE = 400, 201, 2.0 ** -400
 """Number of scale updates, the update before which the scale's state is reloaded, and a minimum scale too low to be
 reached (a run ends at the minimum)."""
 
 
 def find_problems() -> Iterator[str]:
     """Yield a message for each failed check of the loss scale and of steps under it."""
-    for settings in (DynamicScale(window=5, least=MIN_SCALE), DynamicScale(window=4, hysteresis=3, least=MIN_SCALE),
-                     DynamicScale(window=4, hysteresis=2, consecutive=True, least=MIN_SCALE)):
+    for settings in (DynamicScale(window=5, least=_MIN_SCALE),
+                     DynamicScale(window=4, hysteresis=3, least=_MIN_SCALE),
+                     DynamicScale(window=4, hysteresis=2, consecutive=True, least=_MIN_SCALE)):
         yield from _check_scale_updates(settings)
     with single_cpu_rank() as single:
         for optimizer in ("adamw", "adamw_unfused"):
-            for clip in CLIPS:
+            for clip in _CLIPS:
                 yield from _check_steps(optimizer, clip, single)
 
 
@@ -63,9 +64,9 @@ def single_cpu_rank() -> Iterator[Dist]:
 def _check_scale_updates(settings: DynamicScale) -> Iterator[str]:
     finite = np.random.default_rng(settings.hysteresis).random(STEPS) < 0.8
     scale = LossScale(settings)
-    expected_history = expected_scales(finite.tolist(), settings)
+    expected_history = _expected_scales(finite.tolist(), settings)
     for number, (verdict, expected) in enumerate(zip(finite, expected_history, strict=True)):
-        if number == RESUMED_STEP:
+        if number == _RESUMED_STEP:
             state, scale = scale.state_dict(), LossScale(settings)
             scale.load_state_dict(state)
         scale.update(bool(verdict))
@@ -75,7 +76,7 @@ def _check_scale_updates(settings: DynamicScale) -> Iterator[str]:
             return
 
 
-def expected_scales(finite: Iterable[bool], settings: DynamicScale) -> list[float]:
+def _expected_scales(finite: Iterable[bool], settings: DynamicScale) -> list[float]:
     """Return the scale after each step, by the rule of DeepSpeed's DynamicLossScaler."""
     scale, overflow, tolerated, history = settings.start, -1, settings.hysteresis, []
     for number, verdict in enumerate(finite):

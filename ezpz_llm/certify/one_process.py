@@ -28,7 +28,7 @@ PHASES = ("resume", "forward", "backward", "reduction", "optimizer", "evaluation
 
 FACTOR = 2.0
 """Bound of gradients, as a multiple of the difference between two plain steps with different summation orders."""
-SCALAR_FACTOR = 6.0
+_SCALAR_FACTOR = 6.0
 """Like FACTOR, for scalars (loss, gradient norm, clip factor). Their spread is the root mean square over steps."""
 _U = 2.0 ** -24
 """Unit roundoff of fp32."""
@@ -224,7 +224,7 @@ def _resume_findings(step: ObservedStep) -> list[Finding]:
 
 def _loss_finding(label: str, loss: float, expected: float, spread: Spread) -> Finding:
     # 16 roundings: the losses of tokens and their sum are computed in fp32.
-    bound = (SCALAR_FACTOR * spread.loss + 16 * _U) * abs(expected)
+    bound = (_SCALAR_FACTOR * spread.loss + 16 * _U) * abs(expected)
     return Finding(label, _nan_to_inf(abs(loss - expected)), bound, f": {loss:.7g}, not {expected:.7g}")
 
 
@@ -250,13 +250,13 @@ def _gradient_findings(step: ObservedStep, plain: _Recomputed, spread: Spread) -
         each.append(Finding(f"gradient of {name}", _nan_to_inf(difference),
                             FACTOR * spread.gradient[name] + recovery_error, " (relative)"))
     norm = Finding("gradient norm", _nan_to_inf(abs(step.norm / plain.norm - 1)),
-                   SCALAR_FACTOR * spread.norm + 16 * _U, f" (relative): {step.norm:.7g}, not {plain.norm:.7g}")
+                   _SCALAR_FACTOR * spread.norm + 16 * _U, f" (relative): {step.norm:.7g}, not {plain.norm:.7g}")
     recovery_error = _ratio(math.sqrt(sum(value.square().sum().item() for value in error.values())),
                             plain_step.global_norm(clipped))
     # `_ratio`, because a skipped step leaves the moments unchanged or reports an infinite norm: both divide by 0.
     scaled = Finding("factor by which the gradients are scaled before the optimizer",
                      _nan_to_inf(_ratio(abs(scale - factor), factor)),
-                     SCALAR_FACTOR * math.hypot(spread.scale, spread.norm) + recovery_error,
+                     _SCALAR_FACTOR * math.hypot(spread.scale, spread.norm) + recovery_error,
                      f" (relative): {scale:.7g}, where clipping a norm of {step.norm:.7g} to "
                      f"{step.settings.clip:g} gives {factor:.7g}")
     return {"backward": each, "reduction": [norm, scaled]}

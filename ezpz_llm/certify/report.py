@@ -35,7 +35,7 @@ def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
     return bool(results) and all(result["passed"] for result in results) and all(skip.illegal for skip in skipped)
 
 
-def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
+def _verdict_table(results: Sequence[Result], *, rich: bool) -> str:
     """Format the verdict table, with one row per case.
 
     Differences of gradients and weights are in units of their bounds. Two columns show the sensitivity: the bound
@@ -170,7 +170,7 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
         write_atomic(Path(path), as_json(certificate))
     update_record(run_dir, certify=CertifyOutcome(passed=certificate["passed"], command=command))
     if outcome:
-        print(verdict_table(outcome, rich=sys.stdout.isatty()))
+        print(_verdict_table(outcome, rich=sys.stdout.isatty()))
     print(closing_text(outcome, work.skipped, refused))
     if checks and refused is None:
         print(f"single-process checks passed: {', '.join(topic['what'] for topic in checks)}")
@@ -205,10 +205,10 @@ def write_docs(certificate: dict[str, Any], page: Path = _PAGE) -> None:
     if BEGIN not in text:
         text = f"{text.rstrip()}\n\n## Certified\n\n{BEGIN}\n{END}\n"
     head, _, tail = text.partition(BEGIN)
-    write_atomic(page, f"{head}{BEGIN}\n{certified_table(certificate)}{END}{tail.partition(END)[2]}")
+    write_atomic(page, f"{head}{BEGIN}\n{_certified_table(certificate)}{END}{tail.partition(END)[2]}")
 
 
-def certified_table(certificate: dict[str, Any]) -> str:
+def _certified_table(certificate: dict[str, Any]) -> str:
     """Return the table for the docs as Markdown, after an explanation of its numbers."""
     results = [result for result in certificate["results"] if not result["fault"]]
     layouts = dict.fromkeys(each["layout"] for each in (*results, *certificate["skipped"]))
@@ -247,12 +247,12 @@ def _docs_row(name: str, results: list[dict[str, Any]], certificate: dict[str, A
     shown = [result for result in layout_results
              if result["dtype"] == "fp32" and result["model"] == recipe.MODELS[0] and result["worst"]]
     best = max(shown, key=lambda result: result["world"], default=None)
-    return (f"`{name}`", supported_axes(name), _certified_cell(name, layout_results, certificate),
+    return (f"`{name}`", _supported_axes(name), _certified_cell(name, layout_results, certificate),
             *(("-", "-", "-") if best is None else
               (_memory(best), _collectives(best), _expected_collectives(best["textbook"]))))
 
 
-def supported_axes(name: str) -> str:
+def _supported_axes(name: str) -> str:
     """Return the axes (dp, tp, pp, sp) that can have degree 2 in a layout whose ds_config leaves them at 1."""
     layout = load_layout(name)
     axes = ["dp"]

@@ -26,15 +26,15 @@ from ezpz_llm.data.shards import BLOCK, Mixture, TokenStream
 
 LENGTH = 16
 """Tokens per sample (T)."""
-EPOCH, ODD_EPOCH = 128, 100
-"""Windows per epoch. EPOCH divides a stream's share of a block; ODD_EPOCH is not a power of 2."""
+EPOCH, _ODD_EPOCH = 128, 100
+"""Windows per epoch. EPOCH divides a stream's share of a block; _ODD_EPOCH is not a power of 2."""
 SECOND = 2500 * LENGTH
 """First token of the second stream. All tokens of the first stream are smaller."""
 COUNTS = (3 * BLOCK // 4, BLOCK // 4)
 """Samples of each stream of the mixture in a block."""
 STEP = 24
 """Samples per step. Neither an epoch nor a block is a multiple of it."""
-DIVISIONS = ((1, 24), (1, 4), (2, 3), (3, 8), (4, 2))
+_DIVISIONS = ((1, 24), (1, 4), (2, 3), (3, 8), (4, 2))
 """Pairs of data-parallel size and micro-batch size."""
 EVALUATED = 100
 """Predictions of the short evaluation. It ends within a window."""
@@ -56,7 +56,7 @@ def find_problems() -> Iterator[str]:
     """Yield a message for each failed check of the readers in `ezpz_llm/data/`."""
     with tempfile.TemporaryDirectory() as folder:
         alone, first, second = (_stream(Path(folder), windows, begin)
-                                for windows, begin in ((ODD_EPOCH, 0), (EPOCH, 0), (EPOCH, SECOND)))
+                                for windows, begin in ((_ODD_EPOCH, 0), (EPOCH, 0), (EPOCH, SECOND)))
         yield from _check_steps(alone)
         yield from _check_epochs(alone)
         yield from _check_mixture(Mixture((first, second), COUNTS))
@@ -76,13 +76,13 @@ def _stream(folder: Path, windows: int, begin: int) -> TokenStream:
 
 def _check_steps(stream: TokenStream) -> Iterator[str]:
     """Check that a step's samples do not depend on the number of ranks, the micro-batches, or reading ahead."""
-    for consumed in (0, ODD_EPOCH - STEP // 2, BLOCK - STEP // 2):
+    for consumed in (0, _ODD_EPOCH - STEP // 2, BLOCK - STEP // 2):
         whole = _step(stream, consumed)
         if whole.shape != (STEP, LENGTH + 1):
             yield (f"the step of {STEP} samples from sample {consumed} has {whole.shape[0]} samples of "
                    f"{whole.shape[1] - 1} tokens")
             return
-        for ranks, micro in DIVISIONS:
+        for ranks, micro in _DIVISIONS:
             if not np.array_equal(_step(stream, consumed, ranks, micro), whole):
                 yield (f"the step from sample {consumed} has different samples on {ranks} ranks in micro-batches "
                        f"of {micro} than in a single batch")
@@ -97,11 +97,11 @@ def _check_epochs(stream: TokenStream) -> Iterator[str]:
     """Check that an epoch has each window once, in an order that depends on the epoch and on the seed."""
     orders = []
     for seed in (1, 2):
-        samples = _samples(stream, 3 * ODD_EPOCH, seed)
+        samples = _samples(stream, 3 * _ODD_EPOCH, seed)
         yield from _not_windows(samples)
         for epoch, starts in enumerate(np.split(samples[:, 0], 3)):
-            if not np.array_equal(np.sort(starts), starts.min() + LENGTH * np.arange(ODD_EPOCH)):
-                yield (f"seed {seed}, epoch {epoch}: some of the {ODD_EPOCH} windows, {LENGTH} tokens apart, do "
+            if not np.array_equal(np.sort(starts), starts.min() + LENGTH * np.arange(_ODD_EPOCH)):
+                yield (f"seed {seed}, epoch {epoch}: some of the {_ODD_EPOCH} windows, {LENGTH} tokens apart, do "
                        "not occur exactly once")
             if np.array_equal(np.sort(starts), starts):
                 yield f"seed {seed}, epoch {epoch}: windows are not shuffled"

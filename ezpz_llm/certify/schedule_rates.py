@@ -15,11 +15,11 @@ from typing import Any, Literal
 from ezpz_llm.trainer.config import RunConfig
 from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
 
-PEAK, FLOOR, INITIAL = 4e-3, 5e-4, 1e-4
+PEAK, FLOOR, _INITIAL = 4e-3, 5e-4, 1e-4
 """Learning rates at the peak, at the end, and at the start of the warm-up."""
-DECAY, WSD_DECAY = 40, 9
+DECAY, _WSD_DECAY = 40, 9
 """Step D at which the floor is reached, and the number of steps before D in which wsd decays."""
-WARMUPS = (0, 1, 7)
+_WARMUPS = (0, 1, 7)
 STEPS = DECAY + 5
 
 
@@ -29,11 +29,11 @@ def find_problems() -> Iterator[str]:
         yield f"{', '.join(sorted(unknown))}: certify has no definition of this learning rate schedule"
     names: tuple[Any, ...] = (*_CURVES, *_DEEPSPEED_CURVES)
     shapes: tuple[Literal["linear", "log"], ...] = ("linear", "log")
-    for name, warmup, shape, begin in itertools.product(names, WARMUPS, shapes, (0.0, INITIAL)):
+    for name, warmup, shape, begin in itertools.product(names, _WARMUPS, shapes, (0.0, _INITIAL)):
         if name in _DEEPSPEED_CURVES and not warmup:
             continue  # DeepSpeed's schedulers require a warm-up
         config = RunConfig(schedule=name, lr=PEAK, min_lr=FLOOR, warmup_steps=warmup, decay_steps=DECAY,
-                           wsd_decay_steps=WSD_DECAY, warmup_type=shape, warmup_min_lr=begin)
+                           wsd_decay_steps=_WSD_DECAY, warmup_type=shape, warmup_min_lr=begin)
         rate = _deepspeed_rate if name in _DEEPSPEED_CURVES else _trainer_rate
         for step in range(STEPS):
             actual, expected = learning_rate(step, config), rate(name, step, warmup, shape, begin)
@@ -52,7 +52,7 @@ _CURVES = {
     "cosine": lambda step, progress: math.cos(math.pi / 2 * progress) ** 2,
     "linear": lambda step, progress: 1 - progress,
     "constant": lambda step, progress: 1.0,
-    "wsd": lambda step, progress: min(1.0, max(0.0, (DECAY - step) / WSD_DECAY)),
+    "wsd": lambda step, progress: min(1.0, max(0.0, (DECAY - step) / _WSD_DECAY)),
 }
 """Height of each curve above the floor (0 to 1) at a step. `progress` is the completed share of the decay."""
 

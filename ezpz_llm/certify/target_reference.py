@@ -64,7 +64,7 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     path = reference_file(job.root, model, dtype, job.steps, dist.world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     module, has_dropout = fresh_module(target)
-    check_ties(module)
+    _check_ties(module)
     in_parts, size = normalizes_over_batch(module), max(2, dist.world_size)
 
     def batches(dp_size: int, order: int = 0) -> Batches:
@@ -98,7 +98,7 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
                       "noise": noise, "symmetric": {}, "one_process": {}})
 
 
-def check_ties(module: nn.Module) -> None:
+def _check_ties(module: nn.Module) -> None:
     """Check that no linear weight starts as an untied copy of an embedding's weight.
 
     Raises:

@@ -75,7 +75,7 @@ def _optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Op
     return optimizer
 
 
-def micro_batch_numbers(target: Target, steps: int) -> list[range]:
+def _micro_batch_numbers(target: Target, steps: int) -> list[range]:
     """Return the micro-batch numbers of each step: the first micro-batches of each of two epochs.
 
     The first epoch has half of the steps, rounded up. Each rank computes a part of each micro-batch.
@@ -115,7 +115,7 @@ class Batches:
     def of_step(self, step: int) -> list[tuple[int, Any]]:
         """Return the parts of a step's micro-batches, each with its data-parallel rank."""
         drawn: list[tuple[int, Any]] = []
-        for number in micro_batch_numbers(self.target, self.steps)[step]:
+        for number in _micro_batch_numbers(self.target, self.steps)[step]:
             parts = [self._part(number, dp_rank) for dp_rank in self.dp_ranks]
             self.seen[number] = [sample for part in parts for sample in samples(part)]
             drawn += zip(self.dp_ranks, parts, strict=True)

@@ -26,7 +26,7 @@ from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.parameters import Box, size
 
 SHAPE = (4, 3)
-BOXES: tuple[Box, ...] = (((0, 4), (0, 3)), ((0, 4), (1, 3)), ((1, 3), (0, 3)))
+_BOXES: tuple[Box, ...] = (((0, 4), (0, 3)), ((0, 4), (1, 3)), ((1, 3), (0, 3)))
 
 
 def find_problems() -> Iterator[str]:
@@ -40,7 +40,7 @@ def find_problems() -> Iterator[str]:
 
 def _check_boxes() -> Iterator[str]:
     """Check the intersections of slices of boxes. One slice is a box, or all but its first and last element."""
-    parts = [(box, start, stop) for box in BOXES for start in range(size(box))
+    parts = [(box, start, stop) for box in _BOXES for start in range(size(box))
              for stop in range(start + 1, size(box) + 1)]
     elements = {part: _elements(part) for part in parts}
     whole = [part for part in parts if (part[1], size(part[0]) - part[2]) in ((0, 0), (1, 1))]

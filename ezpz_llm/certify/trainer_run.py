@@ -34,22 +34,23 @@ from ezpz_llm.model.init import initial_values
 from ezpz_llm.model.parameters import whole_box
 from ezpz_llm.observe import WallClock
 from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import broadcast_resume_point, dropout_seed, start
 from ezpz_llm.trainer.session import Session
 
 LENGTH, MICRO, GLOBAL, EVALUATED, SEED = 32, 2, 4, 64, 11
-STEPS, SAVE_STEP, WARMUP, OVERFLOW_STEP = 5, 3, 2, 1
+STEPS, _SAVE_STEP, WARMUP, _OVERFLOW_STEP = 5, 3, 2, 1
 """Number of steps; step of the checkpoint and evaluation; warm-up steps; step (from 0) that overflows at first."""
-CLIP, SPIKE_LIMIT, CHUNK = 0.5, 50.0, 24
+CLIP, _SPIKE_LIMIT, CHUNK = 0.5, 50.0, 24
 TOO_LARGE = 2.0 ** 70
 """Loss scale under which the squares of gradients overflow fp32."""
 _OPTIONS = {
     "model": "tiny-gpt2", "n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "block_size": LENGTH,
     "tokenizer": "bytes", "precision": "fp32", "device": "cpu", "ds_config": "ddp", "profile": "false",
-    "sample_tokens": 0, "log_every": 100, "eval_every": SAVE_STEP, "eval_tokens": EVALUATED,
-    "save_every": SAVE_STEP, "steps": STEPS, "micro_batch_size": MICRO, "global_batch_size": GLOBAL, "seed": SEED,
+    "sample_tokens": 0, "log_every": 100, "eval_every": _SAVE_STEP, "eval_tokens": EVALUATED,
+    "save_every": _SAVE_STEP, "steps": STEPS, "micro_batch_size": MICRO, "global_batch_size": GLOBAL, "seed": SEED,
     "lr": recipe.PEAK_LR, "min_lr": recipe.FLOOR_LR, "warmup_steps": WARMUP, "grad_clip": CLIP,
     "weight_decay": recipe.WEIGHT_DECAY, "eps": recipe.EPS, "beta1": recipe.BETAS[0], "beta2": recipe.BETAS[1],
     "spike_norm": 1e6, "loss_chunk": CHUNK, "z_loss": recipe.Z_LOSS}
@@ -66,10 +67,10 @@ def find_problems() -> Iterator[str]:
         yield from _check_start(first)
         yield from _check_steps(first, 0, None)
         resumed = _train(folder / "resumed", tokens, 0.0, resume=first.checkpoint)
-        yield from _check_steps(resumed, SAVE_STEP, first.after[SAVE_STEP - 1])
-        if resumed.limit != SPIKE_LIMIT:
+        yield from _check_steps(resumed, _SAVE_STEP, first.after[_SAVE_STEP - 1])
+        if resumed.limit != _SPIKE_LIMIT:
             yield (f"a resumed run skips steps with a gradient norm above {resumed.limit:g}, not above "
-                   f"{SPIKE_LIMIT:g} as before")
+                   f"{_SPIKE_LIMIT:g} as before")
         yield from _check_masks(folder, tokens)
 
 
@@ -91,45 +92,44 @@ class _Run:
 
     def split(self, name: str) -> TokenStream:
         """Return the tokens of a split."""
-        tokens = self.session.data.split(name)
+        tokens = self.session.data.tokens.split(name)
         assert isinstance(tokens, TokenStream)
         return tokens
 
     @property
     def checkpoint(self) -> Path:
         """Checkpoint of step SAVED."""
-        return self.session.dist.run_dir.checkpoints / f"step-{SAVE_STEP:08d}"
+        return self.session.dist.run_dir.checkpoints / f"step-{_SAVE_STEP:08d}"
 
 
-class _StateRecorder:
-    """Step hook that records the states before and after each step."""
+class _StateRecorder(Callback):
+    """Callback that records the states before and after each step. Set `session` before the first step."""
 
-    def __init__(self, session: Session, at: Callable[[Session, int], None]) -> None:
-        self._session, self._at = session, at
+    session: Session
+
+    def __init__(self, at: Callable[[Session, int], None]) -> None:
+        self._at = at
         self.before: dict[int, State] = {}
         self.after: dict[int, State] = {}
         self.is_training = True
 
-    def before_step(self, step: int) -> None:
+    def on_step_begin(self, context: CallbackContext) -> None:
         """Record the state, and check that all modules are in training mode."""
-        self._at(self._session, step)
-        self.before[step] = state_of(self._session.engine)
-        self.is_training &= all(module.training for module in self._session.engine.module.modules())
+        self._at(self.session, context.step)
+        self.before[context.step] = state_of(self.session.engine)
+        self.is_training &= all(module.training for module in context.module.modules())
 
-    def after_step(self, step: int) -> None:
+    def on_step_end(self, context: CallbackContext) -> None:
         """Record the state."""
-        self.after[step] = state_of(self._session.engine)
-
-    def close(self) -> None:
-        """Do nothing."""
+        self.after[context.step - 1] = state_of(self.session.engine)
 
 
 def _overflow_once(session: Session, step: int) -> None:
     """Set a loss scale too large for one step, as in fp16; at step 0, set the limit of the gradient norm."""
-    scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == OVERFLOW_STEP else None
+    scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == _OVERFLOW_STEP else None
     session.engine._scale = scale
     if step == 0:
-        session.spikes.restore({**session.spikes.state(), "limit": SPIKE_LIMIT})
+        session.spikes.restore({**session.spikes.state(), "limit": _SPIKE_LIMIT})
 
 
 def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, int], None] = lambda *_: None,
@@ -146,10 +146,9 @@ def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, in
                 RunDir(folder).create())
     with contextlib.redirect_stdout(io.StringIO()):
         options = broadcast_resume_point(parse(arguments), dist).options
-        session = start(options, dist, WallClock(), Heartbeat({}))
+        recorder = _StateRecorder(at)
+        recorder.session = session = start(options, dist, WallClock(), Heartbeat({}), [recorder])
         seed, limit = torch.initial_seed(), session.engine.step_skip.limit
-        recorder = _StateRecorder(session, at)
-        session.profiles.append(recorder)
         train(session)
         dist.side.close()
     lines = {line["step"] - 1: line for line in read_lines(dist.run_dir.metrics)}
@@ -202,12 +201,12 @@ def _check_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
     if (problem := one_process.describe_failures(one_process.compare_steps(observed, "fp32")[0])) is not None:
         yield problem
     if [step for step in range(first, STEPS) if observed[step - first].evaluated] != [
-            step - 1 for step in (SAVE_STEP, STEPS) if step > first]:
-        yield f"evaluations do not follow steps {SAVE_STEP} and {STEPS}"
+            step - 1 for step in (_SAVE_STEP, STEPS) if step > first]:
+        yield f"evaluations do not follow steps {_SAVE_STEP} and {STEPS}"
     if first == 0 and not run.session.engine.skipped_steps:
         yield f"no gradient overflows under a loss scale of {TOO_LARGE:g}"
-    if run.session.position.consumed != GLOBAL * STEPS:
-        yield f"{STEPS} steps of {GLOBAL} samples have consumed {run.session.position.consumed} samples"
+    if run.session.data.position.consumed != GLOBAL * STEPS:
+        yield f"{STEPS} steps of {GLOBAL} samples have consumed {run.session.data.position.consumed} samples"
 
 
 def _check_masks(folder: Path, tokens: Path) -> Iterator[str]:
@@ -226,7 +225,8 @@ def _check_masks(folder: Path, tokens: Path) -> Iterator[str]:
                                                settings_of(run.session.plan.model, CLIP), EXACT)
             if not math.isclose(evaluated.loss, exact, rel_tol=1e-5):
                 yield f"an evaluation of a run with dropout gives the loss {evaluated.loss:.7g}, not {exact:.7g}"
-    losses, expected = ([run.lines[step]["loss"] if step in run.lines else None for step in range(SAVE_STEP, STEPS)]
+    steps = range(_SAVE_STEP, STEPS)
+    losses, expected = ([run.lines[step]["loss"] if step in run.lines else None for step in steps]
                         for run in (resumed, uninterrupted))
     if losses != expected:
         yield f"a resumed run with dropout has the losses {losses}, the uninterrupted run {expected}"

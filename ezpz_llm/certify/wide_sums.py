@@ -29,7 +29,7 @@ from ezpz_llm.model.loss import Head
 from ezpz_llm.model.tp_collectives import reduce_from_tp_region
 
 ROUNDING = 2.0 ** -8
-TERMS = 4096
+_TERMS = 4096
 DTYPES = {"fp32": (torch.float32, torch.float32), "bf16_autocast": (torch.float32, torch.bfloat16),
           "bf16": (torch.bfloat16, torch.bfloat16)}
 """Dtypes of parameters and of matmul outputs, by recipe. Master weights, moments and the loss are always fp32."""
@@ -39,7 +39,7 @@ def find_problems() -> Iterator[str]:
     """Yield a message for each wrong dtype, and for each sum that is not computed in fp32."""
     for name in recipe.MODELS:
         yield from _check_against_fp64(f"the norm of {name}", make_norm(get_model_config(name)),
-                                       lambda norm, x: norm(x), (norm_width(name),))
+                                       lambda norm, x: norm(x), (_norm_width(name),))
     for tied in (False, True):
         yield from _check_lookup(tied)
     yield from _check_head()
@@ -51,7 +51,7 @@ def find_problems() -> Iterator[str]:
         yield from _check_sums_over_ranks(single)
 
 
-def norm_width(name: str) -> int:
+def _norm_width(name: str) -> int:
     """Return the width of a model's norms (C)."""
     return get_model_config(name).n_embd
 
@@ -66,18 +66,18 @@ def _check_against_fp64(label: str, module: nn.Module, call: Callable[[nn.Module
     generator = torch.Generator().manual_seed(0)
     rounded = module.bfloat16()
     exact = copy.deepcopy(rounded).double()
-    x = torch.randn(TERMS, *shape, generator=generator).bfloat16()
+    x = torch.randn(_TERMS, *shape, generator=generator).bfloat16()
     gradient = torch.randn(x.shape, generator=generator).add_(0.5).bfloat16()
     call(rounded, x).backward(gradient)
     call(exact, x.double()).backward(gradient.double())
     for (name, parameter), reference in zip(rounded.named_parameters(), exact.parameters(), strict=True):
         if not (error := _relative_error(parameter.grad, reference.grad)) <= ROUNDING:
-            yield (f"{label}: the gradient of its {name} over {TERMS} tokens in bf16 has a relative error of "
+            yield (f"{label}: the gradient of its {name} over {_TERMS} tokens in bf16 has a relative error of "
                    f"{error:.2g}, more than one rounding")
 
 
 def _check_lookup(tied: bool) -> Iterator[str]:
-    tokens = torch.zeros(8, TERMS // 8, dtype=torch.long)
+    tokens = torch.zeros(8, _TERMS // 8, dtype=torch.long)
     tokens[0, :3] = torch.tensor([5, 7, 5])
     gradient = torch.rand(*tokens.shape, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     table = TiedEmbedding(9, 4).bfloat16()
@@ -85,7 +85,7 @@ def _check_lookup(tied: bool) -> Iterator[str]:
     table(tokens).backward(gradient)
     exact = torch.zeros(9, 4, dtype=torch.float64).index_add_(0, tokens.flatten(), gradient.flatten(0, 1).double())
     if not (error := _relative_error(table.weight.grad.to_dense(), exact)) <= ROUNDING:
-        yield (f"the embedding gradient of a token that occurs {TERMS - 3} times has a relative error of "
+        yield (f"the embedding gradient of a token that occurs {_TERMS - 3} times has a relative error of "
                f"{error:.2g} in bf16")
 
 
@@ -96,12 +96,12 @@ def _check_head() -> Iterator[str]:
     head = Head(16, 64).bfloat16()
     exact = copy.deepcopy(head).double()
     head.loss_chunk, exact.loss_chunk = 16, 0
-    x = torch.randn(4, TERMS // 4, 16, generator=generator).bfloat16()
-    targets = torch.zeros(4, TERMS // 4, dtype=torch.long)
+    x = torch.randn(4, _TERMS // 4, 16, generator=generator).bfloat16()
+    targets = torch.zeros(4, _TERMS // 4, dtype=torch.long)
     head(x, targets).backward()
     exact(x.double(), targets).backward()
     if not (error := _relative_error(head.weight.grad, exact.weight.grad)) <= 2 * ROUNDING:
-        yield f"the gradient of the head over {TERMS // 16} chunks has a relative error of {error:.2g} in bf16"
+        yield f"the gradient of the head over {_TERMS // 16} chunks has a relative error of {error:.2g} in bf16"
 
 
 def _check_attention() -> Iterator[str]:

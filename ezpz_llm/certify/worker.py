@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         return 0
     job = Job.read(options.job)
-    with setup(device=job.device, name="certify", timeout_s=COLLECTIVE_TIMEOUT_S) as dist:
+    with setup(device=job.device, name="certify", timeout_s=_COLLECTIVE_TIMEOUT_S) as dist:
         environment = run_environment(dist)
         if dist.is_main:
             update_record(dist.run_dir, environment=environment)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-COLLECTIVE_TIMEOUT_S = 240.0
+_COLLECTIVE_TIMEOUT_S = 240.0
 """Timeout of collectives: ranks wait in one while another rank computes a reference."""
 
 
@@ -127,7 +127,7 @@ def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
 def run_on_launched_ranks(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
     """Run the cases on the ranks of a launch; every rank returns the same exit code. Collective."""
     with setup(device=options.device, run_dir=options.run_dir, name="certify",
-               timeout_s=COLLECTIVE_TIMEOUT_S) as dist:
+               timeout_s=_COLLECTIVE_TIMEOUT_S) as dist:
         environment = run_environment(dist)
         job = Job(dist.run_dir.path, needed_references(work.cases), work.cases, work.steps, options.device,
                   work.target)

@@ -122,18 +122,23 @@ def read_unreached(folder: Path) -> list[dict[str, Any]]:
 def connect_and_serve(endpoint: Endpoint, info: RankInfo, env: Mapping[str, str], folder: Path | None,
                       should_stop: Callable[[], bool]) -> bool:
     """Connect to rank 0 (see `connect`) and reply to its requests. Return False if it was not reached."""
-    connection = connect(endpoint, info, folder, should_stop)
-    if connection is not None:
-        serve_requests(connection, info, env)
-    return connection is not None
+    while (connection := connect(endpoint, info, folder, should_stop)) is not None:
+        if _serve_requests(connection, info, env):
+            return True
+    return False
 
 
-def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
-    """Send this rank's facts to rank 0, and reply to its requests until it ends preflight or disconnects."""
+def _serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> bool:
+    """Reply to rank 0's requests until it ends preflight or disconnects.
+
+    Return False if it disconnected before its first request, such as when its time limit for authentication expired
+    just after the last message.
+    """
+    is_accepted = False
     send_lock, measuring = threading.Lock(), MeasuringProcess(env)
 
     def reply_to(request: Request) -> None:
-        """Reply to a request of rank 0 with facts, the time, the network, or a measurement."""
+        """Reply to a request from rank 0 with facts, the time, the network, or a measurement."""
         if request.stage == FACTS:
             answer: Mapping[str, Any] = gather_facts(info, env)
         elif request.stage == CLOCK:
@@ -146,18 +151,19 @@ def serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, str
             send(connection, Reply(request.stage, answer))
 
     def reply_in_thread(request: Request) -> None:
-        """Reply in a new thread, since a stage may hang while rank 0 already requests the next."""
+        """Reply in a new thread, since a stage may hang while rank 0 is already requesting the next."""
         threading.Thread(target=reply_to, args=(request,), daemon=True).start()
 
     try:
         send(connection, Introduction(info.rank, socket.gethostname()))
-        reply_in_thread(Request(FACTS))
         while (request := receive(connection, Request)).stage != END:
+            is_accepted = True
             reply_in_thread(request)
     except (EOFError, OSError, UserError):
-        return
+        return is_accepted
     finally:
         measuring.close()
+    return True
 
 
 _GRACE_S = 5.0

@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
 from ezpz_llm.check.client import connect_and_serve, read_unreached, unreached_files
 from ezpz_llm.check.endpoint import Endpoint
+from ezpz_llm.check.findings import is_fit
 from ezpz_llm.check.messages import CLOCK, FACTS, Request
 from ezpz_llm.check.report import Report, as_text, report_path, write_report
 from ezpz_llm.check.rules import Gathered, apply_rules
@@ -53,7 +54,7 @@ def run_coordinator(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, ren
     write_report(run_dir, report)
     server.dismiss()
     client_thread.join(_JOIN_TIMEOUT_S)
-    code = 0 if report.is_fit else EXIT_PREFLIGHT
+    code = 0 if is_fit(report.findings) else EXIT_PREFLIGHT
     if client_thread.is_alive():
         # A thread that hangs in the kernel would block a normal exit.
         sys.stdout.flush()
@@ -75,7 +76,7 @@ class _Coordinator:
     def gather(self) -> Gathered:
         """Gather the facts and measurements that arrive in time."""
         server = self.server
-        server.wait(self._by(_FACTS), self._all_reported())
+        self._wait_for_facts()
         waited_s = time.monotonic() - self.began
         members = list(server.members)
         if len({member.rank for member in members}) == len(members):
@@ -85,32 +86,21 @@ class _Coordinator:
         on_node = run_secret(self.env) is not None and is_loopback(self.env.get("MASTER_ADDR", ""))
         port_error = None if on_node or self.info.source.startswith("torchrun") else server.port_error
         return Gathered(self.info.world_size, [_facts(member) for member in ordered],
-                        planned_nodes(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
-                        port_error, site_network(self.env), waited_s)
+                        _planned_nodes(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
+                        port_error, _site_network(self.env), waited_s)
 
     def _by(self, share: float, within_s: float = float("inf")) -> float:
         return min(self.began + share * self.limit_s, time.monotonic() + within_s)
 
-    def _all_reported(self) -> Callable[[], bool]:
-        """Return a function that checks that each rank reported, disconnected, or cannot reach rank 0."""
-        next_poll = time.monotonic() + _UNREACHED_POLL_S
-        reported = self.server.accounted
-
-        def is_complete() -> bool:
-            """Return True if all ranks are accounted for. Looks for files of unreached nodes at intervals."""
-            nonlocal next_poll
-            began = time.monotonic()
-            if len(reported) >= self.info.world_size:
-                return True
-            if began < next_poll:
-                return False
-            unreached = [report for report in read_unreached(self.run_dir.path) if report["rank"] not in reported]
-            # Limit the time spent on many files on a slow file system, so that connecting ranks do not wait.
-            ended = time.monotonic()
-            next_poll = ended + max(_UNREACHED_POLL_S, 5 * (ended - began))
-            return len(reported) + sum(report["ranks_there"] for report in unreached) >= self.info.world_size
-
-        return is_complete
+    def _wait_for_facts(self) -> None:
+        """Wait until each rank has sent its facts, disconnected, or reported that it cannot reach rank 0."""
+        accounted, world_size, until = self.server.accounted, self.info.world_size, self._by(_FACTS)
+        while time.monotonic() < until:
+            if self.server.wait(self._by(_FACTS, _UNREACHED_POLL_S), lambda: len(accounted) >= world_size):
+                return
+            unreached = [report for report in read_unreached(self.run_dir.path) if report["rank"] not in accounted]
+            if len(accounted) + sum(report["ranks_there"] for report in unreached) >= world_size:
+                return
 
     def _measure(self, members: Sequence[Member]) -> None:
         ask = self.server.ask
@@ -166,13 +156,13 @@ def _ranks_and_hosts(members: Sequence[Member]) -> list[tuple[int, str]]:
     return sorted((member.rank, member.host) for member in members)
 
 
-def planned_nodes(run_dir: RunDir, world_size: int) -> list[str]:
+def _planned_nodes(run_dir: RunDir, world_size: int) -> list[str]:
     """Return the hostname of each rank from launch's record; empty if the record is for another world size."""
     table = (read_record(run_dir).launch or Launch()).rank_hosts
     return table if len(table) == world_size else []
 
 
-def site_network(env: Mapping[str, str]) -> str | None:
+def _site_network(env: Mapping[str, str]) -> str | None:
     """Return the network that the communication library should choose, from the site file, or None."""
     # launch has read the same file and rejected an invalid one.
     with contextlib.suppress(UserError):

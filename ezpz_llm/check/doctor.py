@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -13,10 +12,12 @@ from pathlib import Path
 
 from ezpz_llm.base import UserError, cache_dir, count_noun
 from ezpz_llm.check import software
-from ezpz_llm.check.node_facts import file_system_space, named_interfaces, node_facts, numa_domains
-from ezpz_llm.check.rules.gathered import Finding, first_problem, format_bytes
+from ezpz_llm.check.findings import Finding, first_problem
+from ezpz_llm.check.node_facts import file_system_space, network_facts, node_facts, numa_domains
+from ezpz_llm.check.rules.gathered import Gathered, format_bytes
+from ezpz_llm.check.rules.network import missing_interfaces
 from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
-from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces, missing_interface, resolve
+from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces
 from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.schedulers import find_allocation, local, schedulers
@@ -25,7 +26,7 @@ from ezpz_llm.launch.sites import find_site
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:
     """Run all checks of this machine. Returns findings in display order, with level `ok` for passed checks."""
-    subjects = (software.software_checks, job_checks, machine_checks, network_checks, software.tool_checks)
+    subjects = (software.software_checks, job_checks, _machine_checks, _network_checks, software.tool_checks)
     return [check for subject in subjects for check in subject(env)]
 
 
@@ -40,7 +41,7 @@ def job_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     yield job_finding(allocation.scheduler, allocation.job_id, len(allocation.hosts), allocation.ends_at)
     yield from (Finding("warn", "job", note, "see launch --dry-run hostname") for note in allocation.notes)
     yield site_finding(env)
-    yield launcher_finding(env, allocation.scheduler)
+    yield _launcher_finding(env, allocation.scheduler)
 
 
 def schedulers_finding(env: Mapping[str, str]) -> Finding:
@@ -70,7 +71,7 @@ def site_finding(env: Mapping[str, str]) -> Finding:
     return Finding("ok", "site", f"{this_site.name} ({this_site.source})")
 
 
-def launcher_finding(env: Mapping[str, str], scheduler: str) -> Finding:
+def _launcher_finding(env: Mapping[str, str], scheduler: str) -> Finding:
     """Report the launcher that launch would use for several ranks."""
     try:
         choice = choose_launcher("auto", scheduler, 2, env)
@@ -88,7 +89,7 @@ _FABRICS = (Path("/dev/infiniband"), Path("/sys/class/cxi"), Path("/dev/hfi1_0")
 _REMOTE = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "panfs", "dvs")
 
 
-def machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
+def _machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for cores, memory, limits, temporary folder and cache."""
     facts = node_facts()
     yield check_cores(facts["cores"], facts["host_cores"], numa_domains())
@@ -99,7 +100,7 @@ def machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     yield from check_limits(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK),
                       any(path.exists() for path in _FABRICS))
     yield check_temporary_folder(tempfile.gettempdir(), file_system(Path(tempfile.gettempdir())))
-    yield check_cache(env)
+    yield _check_cache(env)
 
 
 def check_cores(own: list[int], online: list[int], domains: Mapping[str, list[int]]) -> Finding:
@@ -170,7 +171,7 @@ def file_system(folder: Path) -> str:
     return max(under, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
-def check_cache(env: Mapping[str, str]) -> Finding:
+def _check_cache(env: Mapping[str, str]) -> Finding:
     """Check that the cache is writable and has free space."""
     folder = cache_dir(env)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -184,15 +185,12 @@ def check_cache(env: Mapping[str, str]) -> Finding:
                          (free is not None and free < _GOOD_CACHE, "warn", instead))
 
 
-def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
+def _network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for interfaces and this node's hostname."""
-    interfaces = list_interfaces()
-    yield Finding("ok", "interfaces", format_interfaces(interfaces))
-    for variable, names in named_interfaces(env).items():
-        if missing := missing_interface(variable, names, interfaces):
-            yield Finding("bad", "interfaces", f"{variable}={names}, but there is no {missing}",
-                          f"set {variable} to one of the interfaces, or unset it")
-    yield check_hostname(socket.gethostname(), resolve(socket.gethostname()))
+    facts = {"rank": 0, **node_facts(), **network_facts(env)}
+    yield Finding("ok", "interfaces", format_interfaces(list_interfaces()))
+    yield from missing_interfaces(Gathered(1, [facts]))
+    yield check_hostname(facts["host"], facts["name_resolves_to"])
 
 
 def check_hostname(name: str, address: str | None) -> Finding:

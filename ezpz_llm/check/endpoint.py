@@ -12,7 +12,7 @@ from ezpz_llm.base import UserError, make_private, run_secret
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.rundir import RunDir
 
-PORTS_TRIED = 8
+_PORTS_TRIED = 8
 """Number of ports to try, from MASTER_PORT on: torchrun's agent or another program may hold MASTER_PORT."""
 
 _SECRET_FILE, _SECRET_BYTES, _SECRET_WITHIN_S = "preflight-secret", 32, 2.0
@@ -29,7 +29,7 @@ class Endpoint:
 
 def candidate_ports(port: int) -> list[int]:
     """Return the ports on which rank 0 may listen; it uses the first that it can bind."""
-    return [candidate for candidate in range(port, port + PORTS_TRIED) if candidate < 65536]
+    return [candidate for candidate in range(port, port + _PORTS_TRIED) if candidate < 65536]
 
 
 def rendezvous_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import socket
 import threading
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ AUTHENTICATE_S = 2.0
 """Time for the peer of a new connection to authenticate."""
 
 FACTS, CLOCK, END = "facts", "clock", "end"
-"""Stages besides the measurements: a rank's facts, which it sends without a request, its time, and the end."""
+"""Stages besides the measurements: a rank's facts, which are requested first, its time, and the end."""
 
 _MAX_MESSAGE = 1 << 23
 
@@ -83,18 +82,20 @@ def receive(connection: Connection, kind: type[Message]) -> Message:
 def authenticate(peer: socket.socket, secret: bytes, port: int, *, serves: bool) -> Connection | None:
     """Return a connection once both sides have proved that they know the secret, rank 0 first.
 
-    Closes `peer`, and returns None if the other side is not of this run or takes longer than AUTHENTICATE_S.
+    Detaches `peer` from its descriptor. Returns None if the other side does not belong to this run or takes longer
+    than AUTHENTICATE_S.
 
     Args:
-        port: port on which rank 0 listens. The keys depend on it, so that a stranger on another port of the node
-            cannot pass rank 0's proof on. Each side has its own key, so that no side can return the other's proof.
+        port: port on which rank 0 listens.
         serves: True on rank 0.
     """
+    # Each side has its own key, so that a stranger cannot return a proof to the side that sent it. The keys depend
+    # on the port, so that a stranger on another port of the node cannot forward rank 0's proof.
     first_key, second_key = (hmac.digest(secret, f"preflight, {side}, port {port}".encode(), "sha256")
                              for side in ("rank 0", "other ranks"))
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection = Connection(os.dup(peer.fileno()))
+    connection = Connection(peer.fileno())
     # A time limit per read would not end an exchange with a peer that sends one byte at a time.
     timer = threading.Timer(AUTHENTICATE_S, _shut_down, [peer])
     timer.daemon = True
@@ -106,13 +107,15 @@ def authenticate(peer: socket.socket, secret: bytes, port: int, *, serves: bool)
         else:
             deliver_challenge(connection, first_key)
             answer_challenge(connection, second_key)
+        is_proven = True
     except (AuthenticationError, AssertionError, EOFError, OSError, ValueError):
-        connection.close()
-        return None
-    finally:
-        timer.cancel()
-        peer.close()
-    return connection
+        is_proven = False
+    timer.cancel()
+    peer.detach()
+    if is_proven:
+        return connection
+    connection.close()
+    return None
 
 
 def _shut_down(peer: socket.socket) -> None:

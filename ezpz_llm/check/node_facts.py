@@ -31,7 +31,7 @@ from ezpz_llm.rundir import redact
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ONLINE = Path("/sys/devices/system/cpu/online")
 _CGROUP = Path("/sys/fs/cgroup")
-SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def node_facts() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def node_facts() -> dict[str, Any]:
         "cores": sorted(os.sched_getaffinity(0)),
         "host_cores": _cores_in(_ONLINE),
         "memory": memory(),
-        "shm": file_system_space(SHARED_MEMORY),
+        "shm": file_system_space(_SHARED_MEMORY),
         "tmp": file_system_space(Path(tempfile.gettempdir())),
     }
 
@@ -187,19 +187,14 @@ def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
     interfaces = addresses()
     facts: dict[str, Any] = {
         "interfaces": interfaces,
-        "named_interfaces": named_interfaces(env),
+        "named_interfaces": {name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)},
         "name_resolves_to": resolve(socket.gethostname()),
     }
     if master := env.get("MASTER_ADDR"):
         address = address_towards(master)
         facts["master"] = {"address": master, "port": env.get("MASTER_PORT"), "resolves_to": resolve(master)}
-        facts["route"] = {"interface": interface_of(address, interfaces), "address": address}
+        facts["route"] = {"interface": _interface_of(address, interfaces), "address": address}
     return facts
-
-
-def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that select the ranks' network interfaces, with their values."""
-    return {name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)}
 
 
 def addresses() -> dict[str, list[str]]:
@@ -209,7 +204,7 @@ def addresses() -> dict[str, list[str]]:
             for name, entries in psutil.net_if_addrs().items()}
 
 
-def interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | None:
+def _interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | None:
     """Return the interface that has this address, or None."""
     return next((name for name, addresses in own.items() if address in addresses), None)
 
@@ -281,5 +276,5 @@ def used_interfaces(own: Mapping[str, list[str]], other_ports: frozenset[int] = 
         local, remote = connection.laddr, connection.raddr
         if connection.status == psutil.CONN_ESTABLISHED and {local.port, remote.port}.isdisjoint(other_ports):
             address = local.ip.removeprefix("::ffff:")
-            interfaces.add(interface_of(address, own) or address)
+            interfaces.add(_interface_of(address, own) or address)
     return sorted(interfaces)

@@ -6,12 +6,13 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import count_noun
-from ezpz_llm.check.rules import Finding, Gathered
+from ezpz_llm.check.findings import Finding, as_record, findings_text, verdict
+from ezpz_llm.check.rules import Gathered
 from ezpz_llm.check.rules.gathered import (
     COMPUTE,
     MPI,
@@ -19,7 +20,6 @@ from ezpz_llm.check.rules.gathered import (
     NODE,
     READY,
     Facts,
-    findings_text,
     format_bytes,
     format_rate,
     stage_answer,
@@ -41,11 +41,6 @@ class Report:
     findings: Sequence[Finding]
     seconds: float
 
-    @property
-    def is_fit(self) -> bool:
-        """True if no finding has the level `bad`."""
-        return not any(finding.level == "bad" for finding in self.findings)
-
 
 def report_path(run_dir: RunDir) -> Path:
     """Return the path of preflight.json."""
@@ -55,7 +50,10 @@ def report_path(run_dir: RunDir) -> Path:
 def as_text(report: Report) -> str:
     """Return the table of nodes, common facts, findings with remedies, and the verdict."""
     gathered = report.gathered
-    parts = (_node_table(gathered), _common_facts(gathered), findings_text(report.findings), _verdict(report))
+    scope = (f"{len(gathered.reporting)} of {gathered.world_size} ranks on "
+             f"{count_noun(len(gathered.by_node()), 'node')} in {report.seconds:.1f} s")
+    parts = (_node_table(gathered), _common_facts(gathered), findings_text(report.findings),
+             verdict("preflight", report.findings, scope))
     return "\n".join(filter(None, parts))
 
 
@@ -108,24 +106,12 @@ def _common_facts(gathered: Gathered) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _verdict(report: Report) -> str:
-    levels = [finding.level for finding in report.findings]
-    bad, warn = levels.count("bad"), levels.count("warn")
-    scope = (f"{len(report.gathered.reporting)} of {report.gathered.world_size} ranks on "
-             f"{count_noun(len(report.gathered.by_node()), 'node')} in {report.seconds:.1f} s")
-    warned = f", {count_noun(warn, 'warning')}" if warn else ""
-    verdict = "fit" if report.is_fit else f"unfit: {count_noun(bad, 'problem')}"
-    return f"preflight: {verdict}{warned} ({scope})"
-
-
 def write_report(run_dir: RunDir, report: Report) -> None:
-    """Write preflight.json with the verdict, the findings, and the facts. Stores facts that most ranks share once.
-    """
+    """Write preflight.json with the verdict, the findings, and the facts; facts of most ranks are stored once."""
     gathered = report.gathered
     common, per_rank = split_common_facts(gathered.facts)
     write_json(report_path(run_dir), without_secrets({
-        "fit": report.is_fit, "seconds": round(report.seconds, 3), "world_size": gathered.world_size,
-        "findings": [asdict(finding) for finding in report.findings],
+        **as_record(report.findings), "seconds": round(report.seconds, 3), "world_size": gathered.world_size,
         "unreached": list(gathered.unreached), "common": common, "ranks": per_rank,
     }, os.environ))
 

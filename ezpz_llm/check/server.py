@@ -134,6 +134,7 @@ class PreflightServer:
             return
         try:
             introduction = receive(connection, Introduction)
+            send(connection, Request(FACTS))
         except _DISCONNECTED:
             connection.close()
             return

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ezpz_llm.base import UserError, extensions_dir, installed, parse_json
+from ezpz_llm.check.findings import Finding, first_problem
 from ezpz_llm.check.node_facts import drivers, mpi_library, torch_build
-from ezpz_llm.check.rules.gathered import Finding, first_problem
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
@@ -33,15 +33,15 @@ print(json.dumps(names or (["Apple GPU"] if torch.backends.mps.is_available() el
 
 def software_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for Python, torch, DeepSpeed, devices and MPI."""
-    yield check_python()
+    yield _check_python()
     build, loaded = torch_build(), drivers()
-    yield check_torch(build, loaded, cuda_of_driver())
+    yield check_torch(build, loaded, _cuda_of_driver())
     yield check_package("deepspeed", *_DEEPSPEED)
     yield check_devices(env, build)
     yield check_mpi(mpi_library(), _mpiexec(env))
 
 
-def check_python() -> Finding:
+def _check_python() -> Finding:
     """Check the version of Python."""
     text = f"{platform.python_version()} ({sys.executable})"
     return first_problem("python", text, (sys.version_info[:2] < _MIN_PYTHON, "bad",
@@ -80,7 +80,7 @@ def check_torch(build: Mapping[str, str], loaded: Mapping[str, str],
         (bool(makers) and not loaded, "warn", "expected only on a login node"))
 
 
-def cuda_of_driver() -> tuple[int, int] | None:
+def _cuda_of_driver() -> tuple[int, int] | None:
     """Return the newest CUDA version that the loaded NVIDIA driver supports (cuDriverGetVersion: 12040 is 12.4)."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -166,15 +166,15 @@ def tool_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings for compiler, ops, build locks, py-spy and clock."""
     yield check_compiler(env)
     if torch_build() and installed("deepspeed"):
-        yield from map(check_op, OPS)
-    for lock in stale_locks(env):
+        yield from map(_check_op, OPS)
+    for lock in _stale_locks(env):
         yield Finding("warn", "stale lock", f"{lock}: builds of this op would wait forever",
                       f"rm {shlex.quote(str(lock))}")
-    yield py_spy_finding()
+    yield _py_spy_finding()
     yield check_clock(time.time(), is_clock_synchronized())
 
 
-def check_op(name: str) -> Finding:
+def _check_op(name: str) -> Finding:
     """Check that one of DeepSpeed's ops is built."""
     built = is_built(name)
     return first_problem(f"op {name}", f"built for this machine ({ops_dir()})" if built else "not built",
@@ -191,7 +191,7 @@ def check_compiler(env: Mapping[str, str]) -> Finding:
                          (ninja is None, "warn", "pip install ninja, for DeepSpeed's ops"))
 
 
-def stale_locks(env: Mapping[str, str]) -> list[Path]:
+def _stale_locks(env: Mapping[str, str]) -> list[Path]:
     """Return the locks of killed compilations in ezpz_llm's and torch's caches, for which builds would wait."""
     from ezpz_llm.layout.ops import lock_holder
 
@@ -203,7 +203,7 @@ def stale_locks(env: Mapping[str, str]) -> list[Path]:
     return [lock for place in places for lock in sorted(place.glob("*/lock")) if lock_holder(lock) is None]
 
 
-def py_spy_finding() -> Finding:
+def _py_spy_finding() -> Finding:
     """Report py-spy, which shows the stacks of a hanging rank."""
     return Finding("ok", "py-spy", _find_program("py-spy") or "not installed: Python's faulthandler shows the "
                                                              "stacks of a hanging rank instead")

@@ -142,6 +142,7 @@ class State(_Step, total=False):
     optimizer_step: int
     loss_scale: dict[str, Any] | None
     tokenizer: dict[str, Any] | None
+    callbacks: dict[str, dict[str, Any]]
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> 
     return saver.finish().folder  # type: ignore[union-attr]  # a started save completes or raises
 
 
-def start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:
+def _start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:
     """Run an action, in a daemon thread or before returning; the future holds its result or exception."""
     future: Future[Any] = Future()
 
@@ -189,7 +189,7 @@ class Saver:
         if in_background:
             self._memory = self._memory or CpuMemory(engine.device)
             shard = self._memory.copy(shard)
-        task = start_task(lambda: write_shard(partial, shard), in_background)
+        task = _start_task(lambda: write_shard(partial, shard), in_background)
         self._save = _Save(partial, record, training.shapes, training.kinds, began, task)
         return note
 
@@ -209,7 +209,7 @@ class Saver:
             result = self._run_together(save.record["step"], save.task.result)
             if not save.is_completing:
                 written = gather(self._dist, result) or []
-                save.task = start_task(lambda: self._complete(save, written), self.in_background)
+                save.task = _start_task(lambda: self._complete(save, written), self.in_background)
                 save.is_completing = True
                 return None
         except NotWrittenError:

@@ -12,11 +12,10 @@ from pathlib import Path
 from ezpz_llm.base import UserError, count_noun, print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
 
-# Subcommands import their modules when they run, so that `--help` stays fast.
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv` and return the exit code."""
+    # Subcommands import their modules when they run, so that `--help` stays fast.
     args = _parser().parse_args(list(argv))
     return args.run(args)
 

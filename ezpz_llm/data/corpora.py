@@ -28,10 +28,10 @@ SHAKESPEARE = PublicFile(
     provide="python3 -m ezpz_llm.data prepare shakespeare --file FILE (or --download)",
 )
 CORPORA = ("stdlib", "shakespeare", *NAMES)
-ONE_FILE_VAL_FRACTION = 0.1
+_ONE_FILE_VAL_FRACTION = 0.1
 """Default for tiny Shakespeare and any single file, as in nanoGPT's character-level run."""
 MANY_FILES_VAL_FRACTION = 0.02
-DATASET_VAL_TOKENS = 100_000_000
+_DATASET_VAL_TOKENS = 100_000_000
 """Default for streamed data sets: one shard, the first, as in build-nanogpt's FineWeb-Edu."""
 _FILES = "text, JSON lines or parquet"
 _BY_CONTENT = "formats by content"
@@ -116,7 +116,7 @@ def find_corpus(corpus: str) -> Corpus:
     if corpus == "shakespeare":
         path = SHAKESPEARE.find()
         return Corpus("shakespeare", "shakespeare", (_source_file(path, path.name),), [SHAKESPEARE.sha256],
-                      ONE_FILE_VAL_FRACTION, "char", plain=True)
+                      _ONE_FILE_VAL_FRACTION, "char", plain=True)
     if dataset := find_dataset(corpus):
         return _dataset_corpus(dataset)
     path = user_path(corpus).absolute()
@@ -145,7 +145,7 @@ def _path_corpus(path: Path) -> Corpus:
     return Corpus(
         name=path.stem, words=str(path), files=files,
         identity=[_BY_CONTENT, str(path), [[file.name, file.size, file.mtime_ns] for file in files]],
-        val_fraction=MANY_FILES_VAL_FRACTION if path.is_dir() else ONE_FILE_VAL_FRACTION, tokenizer="bytes",
+        val_fraction=MANY_FILES_VAL_FRACTION if path.is_dir() else _ONE_FILE_VAL_FRACTION, tokenizer="bytes",
         left_out=tuple(f"{file.path} ({file.special})" for file in sources if file.special),
     )
 
@@ -155,7 +155,7 @@ def _dataset_corpus(dataset: HubDataset) -> Corpus:
     if dataset.is_local:
         identity.append([[file.name, file.size, file.mtime_ns] for file in _path_corpus(Path(dataset.name)).files])
     name = "-".join(filter(None, (Path(dataset.name).name, dataset.config)))
-    return Corpus(name, dataset.words, (), identity, None, "gpt2", val_tokens=DATASET_VAL_TOKENS, dataset=dataset)
+    return Corpus(name, dataset.words, (), identity, None, "gpt2", val_tokens=_DATASET_VAL_TOKENS, dataset=dataset)
 
 
 def _stdlib_corpus() -> Corpus:

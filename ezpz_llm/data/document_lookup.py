@@ -68,7 +68,7 @@ def step_read(folder: Path, step: int) -> StepRead:
         raise UserError("this run did not record its data", where=str(run_dir.record),
                         instead="pass the directory of a run of python3 -m ezpz_llm.train that reached its first "
                                 "step")
-    first, stop = samples_of(run_dir, record, step, block_size)
+    first, stop = _samples_of(run_dir, record, step, block_size)
     data = TokenData.open(Path(recorded.folder))
     if data.fingerprint != recorded.fingerprint:
         raise UserError("the tokens in this folder have changed since the run read them", where=recorded.folder,
@@ -76,7 +76,7 @@ def step_read(folder: Path, step: int) -> StepRead:
     return StepRead(step, first, stop, find_extracts(data, block_size, settings.seed, range(first, stop)))
 
 
-def samples_of(run_dir: RunDir, record: RunRecord, step: int, block_size: int) -> tuple[int, int]:
+def _samples_of(run_dir: RunDir, record: RunRecord, step: int, block_size: int) -> tuple[int, int]:
     """Return the samples [first, stop) of a step.
 
     Adds up the batch sizes in metrics.jsonl, since the batch size may change on resume.
@@ -153,13 +153,13 @@ def find_extracts(data: TokenData, block_size: int, seed: int, samples: Sequence
     for part, single in enumerate([folder for folder, _ in data.parts] or [data]):
         rows = np.flatnonzero(stream_indices == part)
         if rows.size:
-            documents = SplitDocuments(single, int(starts[rows].max()) + block_size + 1)
+            documents = _SplitDocuments(single, int(starts[rows].max()) + block_size + 1)
             result += [extract for row in rows.tolist() for extract in documents.within(
                 samples[row], int(starts[row]), int(starts[row]) + block_size + 1)]
     return sorted(result, key=lambda extract: extract.sample)
 
 
-class SplitDocuments:
+class _SplitDocuments:
     """Documents of a folder's training split, up to token `stop`."""
 
     def __init__(self, data: TokenData, stop: int) -> None:
@@ -167,7 +167,7 @@ class SplitDocuments:
         assert isinstance(stream, TokenStream)
         self._data, self._stream = data, stream
         # The text of the last document may extend beyond `stop`.
-        self._document_starts = document_starts(data, stream, min(stop + _TOKENS_OF_TEXT, len(stream)))
+        self._document_starts = _document_starts(data, stream, min(stop + _TOKENS_OF_TEXT, len(stream)))
         shards = data.manifest["splits"][TRAIN]["shards"]
         self._files = [str(data.folder / shard["file"]) for shard in shards]
         self._file_starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
@@ -195,7 +195,7 @@ class SplitDocuments:
         return " ".join(self._data.tokenizer.decode(tokens.astype(np.int64)).split())[:_MAX_TEXT]
 
 
-def document_starts(data: TokenData, stream: TokenStream, stop: int) -> np.ndarray:
+def _document_starts(data: TokenData, stream: TokenStream, stop: int) -> np.ndarray:
     """Return an increasing int64 array of training documents' starts, at least up to token `stop`.
 
     Uses Megatron's index, or else end-of-text tokens, which precede each document (in nanoGPT's shards, they

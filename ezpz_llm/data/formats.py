@@ -39,9 +39,9 @@ class Packing:
     unpack: str
 
 
-GZIP = Packing("gzip", lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), "gunzip")
-ZSTD = Packing("zstd", lambda: import_package("zstandard", "reading zstd", "data")
-               .ZstdDecompressor().decompressobj(), "zstd -d")
+_GZIP = Packing("gzip", lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), "gunzip")
+_ZSTD = Packing("zstd", lambda: import_package("zstandard", "reading zstd", "data")
+                .ZstdDecompressor().decompressobj(), "zstd -d")
 
 
 class Stream:
@@ -133,7 +133,7 @@ _PACKED_NAMES = (".gz", ".zst", ".zstd")
 _HEAD = 1 << 16
 LONGEST_LINE = 64 << 20
 """Size limit of a line, or of an item in a JSON array, in bytes; several copies of it are in memory at once."""
-_PACKED = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
+_PACKED = {b"\x1f\x8b": _GZIP, b"\x28\xb5\x2f\xfd": _ZSTD}
 _PARQUET, _PARQUET_NAME = b"PAR1", ".parquet"
 _OTHER_TEXT = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
                b"\xfe\xff": "UTF-16"}

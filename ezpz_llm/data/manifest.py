@@ -51,7 +51,7 @@ SHARD = ".bin"
 """Suffix of a shard's file name."""
 SHARD_TOKENS = 100_000_000
 FORMAT = "ezpz_llm tokens 1"
-ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
+_ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
 """Bytes per token by data type; only other programs write uint8, int32 and int64."""
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 1 << 14
 _MAX_BYTES = 256 << 20
@@ -176,7 +176,7 @@ def _check_size(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -
     # Shards of another program have absolute paths outside `folder`.
     path = (Path(shard["file"]) if "written_by" in manifest else
             join_file_name(folder, shard["file"], str(folder / MANIFEST)))
-    needed = shard["tokens"] * ITEM_BYTES[manifest["dtype"]] + shard.get("offset", 0)
+    needed = shard["tokens"] * _ITEM_BYTES[manifest["dtype"]] + shard.get("offset", 0)
     expected = shard.get("file_bytes", needed)
     if needed > expected:
         raise UserError(f"shard {shard['file']} ends at byte {needed:,} of a file of {expected:,} bytes",

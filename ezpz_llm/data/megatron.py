@@ -37,7 +37,7 @@ from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import Choice, Tokenizer, gpt2_entry, to_entry
 from ezpz_llm.rundir import write_json
 
-WRITTEN_BY = "Megatron"
+_WRITTEN_BY = "Megatron"
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
@@ -84,7 +84,7 @@ class MegatronData:
         """Hash of the files' path, sizes and timestamps, and the requested tokenizer."""
         stats = [[stat.st_size, stat.st_mtime_ns] for stat in (self.bin.stat(), self.idx.stat())]
         tokenizer = self.tokenizer and (self.tokenizer.table or self.tokenizer.name)
-        values = [FORMAT, WRITTEN_BY, str(self.prefix), tokenizer, stats]
+        values = [FORMAT, _WRITTEN_BY, str(self.prefix), tokenizer, stats]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
     @property
@@ -230,7 +230,7 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
     write_json(folder / MANIFEST, {
         "format": FORMAT, "request": data.fingerprint,
         "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(data.idx), "--tokenizer", choice]),
-        "written_by": WRITTEN_BY, "document_index": str(data.idx),
+        "written_by": _WRITTEN_BY, "document_index": str(data.idx),
         "source": {"corpus": str(data.idx), "files": 1, "bytes": index.tokens * item, "sampled": int(counts.sum())},
         "tokenizer": entry, "vocab_size": vocab_size, "end_of_text": end, "dtype": index.dtype,
         "documents": index.starts.size - 1, "tokens": index.tokens, "unigram_entropy": entropy(counts),

@@ -74,9 +74,9 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
         reading: dict[str, Any] = {"text_key": text_key, "max_broken": max_broken}
         prepared = [(prepare(part, tokenizer, workers=workers, download=download, progress=progress,
                              **({} if _is_prepared(part) else reading)), weight) for part, weight in parts]
-        mixture, fingerprint = mixture_folder(prepared)
+        mixture, fingerprint = _mixture_folder(prepared)
         return _ensure(mixture, fingerprint, progress,
-                       lambda hidden: write_mixture(corpus, prepared, fingerprint, hidden))
+                       lambda hidden: _write_mixture(corpus, prepared, fingerprint, hidden))
     folder = _single_folder(corpus, options, check=False, workers=workers, download=download, show=progress)
     assert folder is not None
     return folder
@@ -102,7 +102,7 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
                for part, _ in parts]
     opened = [TokenData.open(folder) for folder in folders if folder]
     if len(opened) > 1:
-        check_same_tokenizer(opened)
+        _check_same_tokenizer(opened)
     for data in opened:
         if decodes:
             check_files(data.manifest["tokenizer"], data.folder)
@@ -262,21 +262,21 @@ def _default_workers(request: Request) -> int:
     return max(1, min(cores, request.corpus.size // _BYTES_PER_WORKER))
 
 
-def mixture_folder(parts: Sequence[tuple[Path, float]]) -> tuple[Path, str]:
+def _mixture_folder(parts: Sequence[tuple[Path, float]]) -> tuple[Path, str]:
     """Return the folder in the cache for a mixture of prepared folders, and its fingerprint."""
     values = [[str(folder), TokenData.open(folder).fingerprint, weight] for folder, weight in parts]
     fingerprint = hashlib.sha256(json.dumps([FORMAT, "mixture", values]).encode()).hexdigest()
     return cached_folder("mixture", fingerprint), fingerprint
 
 
-def write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: str, folder: Path) -> None:
+def _write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: str, folder: Path) -> None:
     """Write the manifest of a mixture to `folder`.
 
     Raises:
         UserError: the parts have different tokenizers.
     """
     opened = [TokenData.open(part) for part, _ in parts]
-    check_same_tokenizer(opened)
+    _check_same_tokenizer(opened)
     weights = [weight for _, weight in parts]
     counts_per_block = samples_per_block([str(part) for part, _ in parts], weights)
     histogram = np.zeros(opened[0].vocab_size)
@@ -309,7 +309,7 @@ def write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: 
     })
 
 
-def check_same_tokenizer(parts: Sequence[TokenData]) -> None:
+def _check_same_tokenizer(parts: Sequence[TokenData]) -> None:
     """Check that the parts can be mixed.
 
     Raises:

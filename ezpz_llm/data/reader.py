@@ -34,7 +34,7 @@ from ezpz_llm.data.formats import (
 from ezpz_llm.data.hub import read_dataset
 from ezpz_llm.data.text import find_cut, replace_surrogates
 
-PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 4 << 20
 _CHECKED_BYTES = 64 << 10
 """Bytes of a file that are checked before a run starts."""
 
@@ -76,7 +76,7 @@ class Reading:
     skip_broken: bool = False
 
 
-STRICT = Reading()
+_STRICT = Reading()
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Task:
 
     pieces: list[Piece | Documents]
     after: dict[str, Any] = field(default_factory=dict)
-    reading: Reading = STRICT
+    reading: Reading = _STRICT
 
     @property
     def source_bytes(self) -> int:
@@ -93,8 +93,8 @@ class Task:
         return sum(piece.source_bytes for piece in self.pieces)
 
 
-def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PIECE_BYTES,
-          revision: str | None = None, reading: Reading = STRICT,
+def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = _PIECE_BYTES,
+          revision: str | None = None, reading: Reading = _STRICT,
           cut: Callable[[bytes], int] = find_cut) -> Iterator[Task]:
     """Yield the corpus in order from the position `after`, in tasks of about `size` bytes; small files are merged.
 
@@ -130,7 +130,7 @@ def _content_bytes(piece: Piece | Documents) -> int:
     return sum(len(text) if isinstance(text, str) else 0 for text in piece.texts)
 
 
-def texts(piece: Piece | Documents, reading: Reading = STRICT,
+def texts(piece: Piece | Documents, reading: Reading = _STRICT,
           broken: list[UserError] | None = None) -> Iterator[tuple[bool, str]]:
     """Yield the non-empty texts of a piece, each with a flag that is True if a document starts with it.
 
@@ -266,13 +266,13 @@ def _find_invalid_utf8(file: SourceFile, form: Format, blocks: int = sys.maxsize
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with open_unpacked(file.path, form.packing) as stream:
         for _ in range(blocks):
-            block = stream.read(PIECE_BYTES)
+            block = stream.read(_PIECE_BYTES)
             pending = len(decoder.getstate()[0])
             try:
-                decoder.decode(block, final=len(block) < PIECE_BYTES)
+                decoder.decode(block, final=len(block) < _PIECE_BYTES)
             except UnicodeDecodeError as error:
                 return _not_utf8(file.path, error.object, error.start, offset - pending + error.start)
-            if len(block) < PIECE_BYTES:
+            if len(block) < _PIECE_BYTES:
                 break
             offset += len(block)
     return None

@@ -43,11 +43,11 @@ def check_uint16(path: Path) -> None:
             largest = int(_upper_half(sample.view(dtype)).max())
             raise UserError(f"these tokens look like {name}, not uint16: as uint16, every second token would be "
                             f"{largest if largest == 0 else f'at most {largest}'}", where=str(path),
-                            instead=convert_advice(path, dtype))
+                            instead=_convert_advice(path, dtype))
     if _looks_like_bytes(content[:_BLOCK_BYTES]):
         raise UserError("this file looks like text or one-byte tokens, not uint16", where=str(path),
                         instead="if it is text, rename it to .txt and pass its path; if it contains tokens, "
-                                + convert_advice(path, "u1"))
+                                + _convert_advice(path, "u1"))
 
 
 def other_type_advice(tokens: np.memmap, vocab_size: int) -> str:
@@ -57,12 +57,13 @@ def other_type_advice(tokens: np.memmap, vocab_size: int) -> str:
     types = {**_WIDE, **_NARROW, **({"u1": "uint8"} if vocab_size <= 256 else {})}
     for dtype, name in types.items():
         if np.dtype(dtype) != tokens.dtype and sample.size and sample.view(dtype).max() < vocab_size:
-            advice = convert_advice(path, dtype) if path.suffix == ".bin" else "write the file again with that type"
+            advice = (_convert_advice(path, dtype) if path.suffix == ".bin"
+                      else "write the file again with that type")
             return f"; or, since all tokens fit as {name}, {advice}"
     return ""
 
 
-def convert_advice(path: Path, dtype: str) -> str:
+def _convert_advice(path: Path, dtype: str) -> str:
     """Return advice to convert the raw tokens in `path`'s folder to .npy files, whose header has the data type."""
     code = (f"import numpy as n; [n.save(f'tokens_{{s}}_000000.npy', n.fromfile(s + '.bin', '{dtype}')"
             f".astype('{'u2' if dtype in ('u1', '>u2') else 'u4'}')) for s in ('train', 'val')]")

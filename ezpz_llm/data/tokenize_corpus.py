@@ -187,7 +187,7 @@ def _write_remaining_tokens(work: _Work, workers: int, label: str, show: bool) -
         remaining = tasks(corpus, journal.after, revision=journal.facts.get("revision"),
                           reading=_reading(work.request), cut=work.tokenizer.cut)
         with progress(label, corpus.size, show, journal.source_bytes) as advance:
-            for encoded in encode_all(remaining, journal.tokenizer, workers, work.folder):
+            for encoded in _encode_all(remaining, journal.tokenizer, workers, work.folder):
                 work.write(encoded.tokens)
                 work.counts += encoded.counts
                 journal.after = encoded.after
@@ -361,7 +361,7 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
                    sum(isinstance(piece, Piece) and piece.has_mark for piece in task.pieces))
 
 
-def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, folder: Path) -> Iterator[Encoded]:
+def _encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, folder: Path) -> Iterator[Encoded]:
     """Yield the tasks' tokens in order, encoded in this process or in a pool with bounded memory.
 
     Args:

@@ -23,16 +23,16 @@ from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.text import find_checked_cut, replace_surrogates
 from ezpz_llm.rundir import RunDir
 
-TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
-KINDS = {"tokenizers": TOKENIZER_JSON, "sentencepiece": TOKENIZER_MODEL}
+_TOKENIZER_JSON, _TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
+KINDS = {"tokenizers": _TOKENIZER_JSON, "sentencepiece": _TOKENIZER_MODEL}
 """File name of the copy of a tokenizer, by library (also the name of its package and of our extra)."""
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Further tokenizer files in a model's folder, for transformers."""
-END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Names of the end-of-text token to try, in order, if tokenizer_config.json names no token of the vocabulary."""
 _CONFIG = COMPANIONS[0]
-_MODELS = (TOKENIZER_MODEL, "spiece.model", "sentencepiece.bpe.model")
-_KNOWN = (TOKENIZER_JSON, *_MODELS)
+_MODELS = (_TOKENIZER_MODEL, "spiece.model", "sentencepiece.bpe.model")
+_KNOWN = (_TOKENIZER_JSON, *_MODELS)
 """File names that only the folder of a single tokenizer contains; its name is that tokenizer's name."""
 _MAX_BYTES = 256 << 20
 """Size limit of a tokenizer's file; the largest known has 33 MB."""
@@ -44,7 +44,7 @@ def find_file(path: Path) -> Path | None:
     """Return the tokenizer file that `path` names, or that the folder `path` contains; None if there is none."""
     if path.is_file():
         return path if path.suffix in (".json", ".model") else None
-    return next((path / name for name in (TOKENIZER_JSON, *_MODELS) if (path / name).is_file()), None)
+    return next((path / name for name in (_TOKENIZER_JSON, *_MODELS) if (path / name).is_file()), None)
 
 
 def find_copy(folder: Path, entry: Mapping[str, Any]) -> Path:
@@ -149,7 +149,7 @@ class _Table:
         stored = read_json(config, _MAX_BYTES) if config.is_file() else {}
         token = stored.get("eos_token") if isinstance(stored, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
-        names = (token, *END_OF_TEXT_NAMES) if isinstance(token, str) else END_OF_TEXT_NAMES
+        names = (token, *_END_OF_TEXT_NAMES) if isinstance(token, str) else _END_OF_TEXT_NAMES
         return next((self.ids[name] for name in names if name in self.ids), None)
 
 
@@ -173,7 +173,7 @@ def load(path: Path, entry: Mapping[str, Any] | None = None) -> FileTokenizer:
 @functools.lru_cache(maxsize=4)
 def _load(path: Path, entry: tuple[tuple[str, Any], ...]) -> FileTokenizer:
     # The entry is part of the cache key, because it differs if the file has changed.
-    tokenizer = JsonTokenizer if _kind(path) == "tokenizers" else ModelTokenizer
+    tokenizer = _JsonTokenizer if _kind(path) == "tokenizers" else _ModelTokenizer
     return tokenizer(path, dict(entry))
 
 
@@ -218,7 +218,7 @@ class FileTokenizer:
         return find_checked_cut(data, self.encode, self.encode_rest)
 
 
-class JsonTokenizer(FileTokenizer):
+class _JsonTokenizer(FileTokenizer):
     """Tokenizer from a tokenizer.json; special tokens within a text are encoded as ordinary text."""
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
@@ -242,7 +242,7 @@ class JsonTokenizer(FileTokenizer):
         return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
-class ModelTokenizer(FileTokenizer):
+class _ModelTokenizer(FileTokenizer):
     """Tokenizer from a SentencePiece *.model; control symbols within a text are encoded as ordinary text."""
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Traits:
+class _Traits:
     """Traits of a device type.
 
     Attributes:
@@ -41,10 +41,10 @@ class Traits:
 
 
 DEVICES = {
-    "cuda": Traits("nccl", bound=True, tf32=True),
-    "xpu": Traits("xccl", parts=True, bf16="yes"),
+    "cuda": _Traits("nccl", bound=True, tf32=True),
+    "xpu": _Traits("xccl", parts=True, bf16="yes"),
     # overlaps=False: there is a single command queue, and DeepSpeed has no streams for MPS.
-    "mps": Traits("gloo", own=False, overlaps=False, pins=False, bf16="no", float64=False),
-    "cpu": Traits("gloo", own=False, overlaps=False, pins=False, fp16=False),
+    "mps": _Traits("gloo", own=False, overlaps=False, pins=False, bf16="no", float64=False),
+    "cpu": _Traits("gloo", own=False, overlaps=False, pins=False, fp16=False),
 }
 """Traits by torch device type, in order of preference."""

@@ -75,6 +75,29 @@ class OptionalWork:
         self.store.add(f"{key}/out", 1)
         return result
 
+    def try_together(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Return the result of a collective action, or its exception on this rank. Every rank calls it.
+
+        After an exception, waits until every rank has left the action, so that the ranks can communicate again.
+
+        Raises:
+            Exception: the action failed on this rank, and another rank still waits in one of its collectives, or
+                there is no store to find out. The ranks are then out of step, and the run must end.
+        """
+        if self.world_size > 1 and self.store is None:
+            return action(), None
+        self._count += 1
+        key = f"optional/{self._count}"
+        try:
+            result = action()
+        except Exception as error:
+            if self.store is not None and not self._wait_until_all_left(self.store, key):
+                raise
+            return None, error
+        if self.store is not None:
+            self.store.add(f"{key}/out", 1)
+        return result, None
+
     def _wait_until_all_left(self, store: Store, key: str) -> bool:
         """Report that this rank has left the action, and wait until every rank has."""
         out = store.add(f"{key}/out", 1)

@@ -133,7 +133,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         run_dir: run directory; by default launch's, or a new one that rank 0 chooses.
         name: prefix of the name of a new run directory.
         timeout_s: timeout of a collective.
-        keeps_memory: call `keep_freed_memory` on a CPU.
+        keeps_memory: call `_keep_freed_memory` on a CPU.
 
     Raises:
         UserError: rank variables are invalid, the world size differs from launch's, an existing process group has
@@ -157,7 +157,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
             chosen, store = _join(info, device, timeout)
         _export(info, chosen)
         if chosen.type == "cpu" and keeps_memory:
-            keep_freed_memory(os.environ)
+            _keep_freed_memory(os.environ)
         folder, ownership = _agree_on_run_dir(info, run_dir, name)
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout, chosen)
     except BaseException:
@@ -332,7 +332,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def keep_freed_memory(environ: Mapping[str, str]) -> None:
+def _keep_freed_memory(environ: Mapping[str, str]) -> None:
     """Stop glibc from returning freed memory to the kernel between steps.
 
     glibc returns large blocks immediately, and the kernel zeroes each page again in the next step. This takes a

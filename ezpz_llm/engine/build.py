@@ -106,7 +106,7 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
     if layout.sp > 1:
         sequence_parallel.apply(model, mesh, device_type)
     if layout.zero.tiled:
-        tile_layers(model, layout.zero.tiled, device_type)
+        _tile_layers(model, layout.zero.tiled, device_type)
     if layout.pp > 1:
         model = PipelineStage(model, stage_bounds(config, layout.pp, layout.partition), mesh.pp_rank)
         if layout.tp > 1 and model.is_last:
@@ -130,7 +130,7 @@ def give_storage(model: nn.Module) -> None:
         set_placement(parameter, placed[name])
 
 
-def tile_layers(model: GPT, tiled: tuple[tuple[str, int, int], ...], device_type: str) -> None:
+def _tile_layers(model: GPT, tiled: tuple[tuple[str, int, int], ...], device_type: str) -> None:
     """Split linear layers of a model on the meta device into tiles, for layers that are too large to gather whole.
 
     This is memory-centric tiling (Rajbhandari et al. 2021, arXiv:2104.07857). Each tile has a placement in the

@@ -151,7 +151,7 @@ def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | 
     stage = engine.zero_optimization_stage()
     if stage == 0:
         return TorchState(engine.module, engine.optimizer, rank, world_size, scale)
-    return PartitionedParameters(engine, rank, scale) if stage == 3 else PartitionedOptimizer(engine, scale)
+    return _PartitionedParameters(engine, rank, scale) if stage == 3 else _PartitionedOptimizer(engine, scale)
 
 
 class _ZeroState(EngineState):
@@ -170,7 +170,7 @@ class _ZeroState(EngineState):
         return slice_placement(self.placed[parameter], start, start + numel, tensors)
 
 
-class PartitionedOptimizer(_ZeroState):
+class _PartitionedOptimizer(_ZeroState):
     """State of stages 1 and 2: one flat buffer per parameter group, partitioned evenly over the ranks."""
 
     @property
@@ -196,7 +196,7 @@ class PartitionedOptimizer(_ZeroState):
         self.zero.update_lp_params()
 
 
-class PartitionedParameters(_ZeroState):
+class _PartitionedParameters(_ZeroState):
     """State of stage 3: each parameter is partitioned evenly over the ranks (with padding), in sub-groups.
 
     A sub-group whose state is in files is loaded to memory while it is in use.

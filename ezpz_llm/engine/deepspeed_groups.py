@@ -57,7 +57,7 @@ class ModelParallelUnit:
         return self._mesh.size("dp", "sp")
 
 
-class PipelineGrid:
+class _PipelineGrid:
     """Replacement for DeepSpeed's PipelineParallelGrid with the attributes and methods that its engine uses."""
 
     def __init__(self, mesh: Mesh, process_group: ProcessGroup, topology: Any) -> None:
@@ -156,7 +156,7 @@ def using_mesh_groups(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
     def create_hpz_group(size: int) -> None:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = mesh.divided(size)[1]
 
-    with (redirect_stdout(io.StringIO()), _replaced(module, "PipelineParallelGrid", partial(PipelineGrid, mesh)),
+    with (redirect_stdout(io.StringIO()), _replaced(module, "PipelineParallelGrid", partial(_PipelineGrid, mesh)),
           _replaced(module, "dist", SimpleNamespace(**{**vars(deepspeed.comm), "new_group": new_group})),
           _replaced(groups, "_create_zero_param_parallel_group", create_hpz_group)):
         yield

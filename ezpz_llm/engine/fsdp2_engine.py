@@ -101,7 +101,7 @@ class Fsdp2Engine(TorchEngine):
     def training_state(self) -> EngineState:
         """Return slices of parameters and optimizer state, sharded by rows."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._sharded.items()}
-        return FsdpState(self.module, self._rows, shapes, self._optimizer, self._place, self._copy, self._scale)
+        return _FsdpState(self.module, self._rows, shapes, self._optimizer, self._place, self._copy, self._scale)
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -146,7 +146,7 @@ def _sum_and_divide(model: nn.Module) -> None:
         part.set_force_sum_reduction_for_comms(True)
 
 
-class FsdpState(EngineState):
+class _FsdpState(EngineState):
     """State of row-sharded parameters; as with torch.chunk, each rank has equally many rows until none is left.
 
     Args:

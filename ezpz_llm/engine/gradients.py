@@ -87,12 +87,14 @@ class NonFiniteStepSkipper:
         limit: limit of the norm before clipping; infinity skips only NaN and Inf.
         norm: norm of the next step, for engines that compute it themselves.
         at_step: called once, before the next step.
+        last_measured: latest result of `measured`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.limit = math.inf
         self.norm: Tensor | None = None
         self.at_step: Callable[[], None] | None = None
+        self.last_measured: GroupNorms | None = None
         self._measuring: GroupNorms | None = None
         self._device = device
         self._get_norm: Callable[[], Tensor | float] | None = None
@@ -127,6 +129,7 @@ class NonFiniteStepSkipper:
         norms, self._measuring = self._measuring, None
         if norms is not None:
             norms.close()
+        self.last_measured = norms
         return norms
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:

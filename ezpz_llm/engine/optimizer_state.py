@@ -85,7 +85,7 @@ class EngineState(ABC):
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of tensors in each slice: the fp32 master weight and the optimizer's state."""
-        return ("weight", *spec_of(self.optimizer).state)
+        return ("weight", *_spec_of(self.optimizer).state)
 
     def slices(self) -> Iterable[Slice]:
         """Yield all slices of this rank. Call it only between steps.
@@ -94,7 +94,7 @@ class EngineState(ABC):
         than fp32, the tensors of a slice are valid only until the next slice is requested; data written to them by
         then is kept.
         """
-        return self._slices(materialized)
+        return self._slices(_materialized)
 
     def raw_slices(self) -> Iterable[Slice]:
         """Yield the same slices with tensors as stored: none for state in files, no fp32 copies of 8-bit state."""
@@ -111,7 +111,7 @@ class EngineState(ABC):
 
     def loaded(self, optimizer_step: int) -> None:
         """Update the rest of the engine after slices were written. Collective."""
-        set_step(self.optimizer, optimizer_step)
+        _set_step(self.optimizer, optimizer_step)
 
 
 def owned_parts(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
@@ -142,7 +142,7 @@ def owned_parts(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterato
 
 Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
                   AbstractContextManager[dict[str, torch.Tensor]]]
-"""Type of `materialized` and `raw`, which provide the tensors of a parameter by kind."""
+"""Type of `_materialized` and `raw`, which provide the tensors of a parameter by kind."""
 
 
 class MakeOptimizer(Protocol):
@@ -164,7 +164,7 @@ def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name:
     return optimizer
 
 
-def spec_of(optimizer: torch.optim.Optimizer) -> Optimizer:
+def _spec_of(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Return the description of an optimizer; AdamW's for an unknown optimizer, such as DeepSpeed's CPU Adam."""
     return OPTIMIZERS[getattr(optimizer, "ezpz_name", "adamw")]
 
@@ -184,7 +184,7 @@ def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
         group: the parameter group of `parameter`.
         parameter: the tensor that the optimizer steps (a flat partition under ZeRO).
     """
-    spec = spec_of(optimizer)
+    spec = _spec_of(optimizer)
     if not optimizer.state[parameter]:
         spec.init_state(optimizer, group, parameter)
     return spec
@@ -198,8 +198,8 @@ def raw(optimizer: torch.optim.Optimizer, group: dict[str, Any],
 
 
 @contextmanager
-def materialized(optimizer: torch.optim.Optimizer, group: dict[str, Any],
-                 parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+def _materialized(optimizer: torch.optim.Optimizer, group: dict[str, Any],
+                  parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
     """Provide the tensors of `parameter` by kind in fp32; 8-bit moments are copied, and written back rounded."""
     with _ensure_state(optimizer, group, parameter).in_fp32(optimizer, parameter) as state:
         yield {"weight": parameter.detach(), **state}
@@ -210,7 +210,7 @@ def get_step(optimizer: torch.optim.Optimizer) -> int:
     return max((int(state["step"]) for state in _states(optimizer)), default=0)
 
 
-def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+def _set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
     """Set the step count of every parameter that has a state."""
     for state in _states(optimizer):
         if isinstance(state["step"], torch.Tensor):

@@ -38,11 +38,11 @@ def apply(model: GPT, mesh: Mesh, device_type: str) -> None:
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), dist_init_required=False)
     group = mesh.real_group("sp")
     for block in model.transformer["h"]:
-        block.attn.product = SequenceProduct(block.attn.product, group)
+        block.attn.product = _SequenceProduct(block.attn.product, group)
     model.forward = _shared(model.forward, *mesh.place("sp"), group)  # type: ignore[method-assign]
 
 
-class SequenceProduct(nn.Module):
+class _SequenceProduct(nn.Module):
     """Attention over whole sequences, of which each rank has a share."""
 
     def __init__(self, inner: nn.Module, group: torch.distributed.ProcessGroup) -> None:

@@ -30,7 +30,7 @@ class StepTrace:
         found: results of the step. `collectives` lists the calls in order, each with its kind, the axes of its
             group ("dp", "dp sp"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the
             other rank. `transient_bytes` is the peak of memory allocated during the step. `links` is the measured
-            bandwidth between neighboring nodes. The other results are those of `BufferLog` and `DeepSpeedTools`.
+            bandwidth between neighboring nodes. The other results are those of `_BufferLog` and `_DeepSpeedTools`.
     """
 
     def __init__(self, step: int, dist: Dist, engine: Engine, *, counts: bool = True,
@@ -40,7 +40,7 @@ class StepTrace:
         self._engine = engine
         self._counts = counts
         self._log: _CollectiveLog | None = None
-        self._tools = DeepSpeedTools(engine, products)
+        self._tools = _DeepSpeedTools(engine, products)
         self._profiler: torch.profiler.profile | None = None
         self.found: dict[str, Any] = {}
 
@@ -78,7 +78,7 @@ class _CollectiveLog(CollectiveMode):
         super().__init__()
         self._mesh = mesh
         self.calls: list[dict[str, Any]] = []
-        self.buffers = BufferLog(engine)
+        self.buffers = _BufferLog(engine)
 
     def observe(self, name: str, args: tuple[Any, ...]) -> None:
         """Record the kind, ranks and bytes of a c10d call."""
@@ -113,7 +113,7 @@ class Size(NamedTuple):
     resident: int
 
 
-class BufferLog:
+class _BufferLog:
     """Recorder, at each collective, of the memory of communication buffers outside the training state."""
 
     def __init__(self, engine: Engine) -> None:
@@ -152,7 +152,7 @@ def _sum(sizes: Iterable[Size]) -> Size:
     return Size(sum(size.allocated for size in sizes), sum(size.resident for size in sizes))
 
 
-class DeepSpeedTools:
+class _DeepSpeedTools:
     """DeepSpeed's communication logger and FLOPs profiler during one step, to compare with ezpz_llm's own counts.
 
     Does nothing in runs without DeepSpeed.

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(diagnosis.as_record(), indent=2))
     else:
-        print(diagnosis_text(diagnosis, terminal_width(), color=wants_color()), end="")
+        print(_diagnosis_text(diagnosis, terminal_width(), color=wants_color()), end="")
     # With --json, standard output must contain only the JSON.
     notes = sys.stderr if options.json else sys.stdout
     if options.html:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def diagnosis_text(diagnosis: Diagnosis, width: int, *, color: bool) -> str:
+def _diagnosis_text(diagnosis: Diagnosis, width: int, *, color: bool) -> str:
     """Format a diagnosis for the terminal: causes first, then the tables with the data."""
     head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {count_noun(diagnosis.ranks, 'rank')}"
     parts = [escape_control_characters(f"{head}\n\n{_causes(diagnosis)}")]

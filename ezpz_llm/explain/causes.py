@@ -106,7 +106,7 @@ def _waiting_causes(split: Split, run: Mapping[str, Any]) -> Iterator[_Candidate
             yield "slow_rank", description, saved, advice
     kind, description = (("bubble", "pipeline stages wait for each other") if run["layout"].pp > 1 else
                          ("waiting", "ranks wait for each other in collectives, without a single slow rank"))
-    yield kind, description, max(0.0, waited - saved), waiting_advice(run)
+    yield kind, description, max(0.0, waited - saved), _waiting_advice(run)
 
 
 def _describe_slow_rank(slow: RankSplit, other_ranks: list[RankSplit]) -> tuple[str, list[str]]:
@@ -150,7 +150,7 @@ def _step_causes(split: Split, run: Mapping[str, Any],
                  and each.bytes > _MIN_BYTES * each.count and each.in_flight_s > each.waited_s]
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""
         yield ("communication", f"exposed {label}: data transfer{rate}", seconds,
-               communication_advice(label, dict(run), dict(deepspeed)))
+               _communication_advice(label, dict(run), dict(deepspeed)))
     yield "data", "waiting for data", split.mean("data"), list(DATA_ADVICE)
     python_s = min(rank.cpu_s for rank in split.ranks)
     idle = min(rank.seconds["idle"] for rank in split.ranks)
@@ -163,9 +163,9 @@ def _step_causes(split: Split, run: Mapping[str, Any],
     optimizer = split.mean("optimizer")
     if not layout.zero.stage and layout.engine != "fsdp2":
         yield ("optimizer", "every rank updates all parameters", optimizer * (1 - 1 / run["batch"].dp_size),
-               optimizer_advice(dict(run)))
+               _optimizer_advice(dict(run)))
     elif run["optimizer"] == "adamw_unfused" or layout.zero.offload_optimizer:
-        yield "optimizer", "the optimizer step", optimizer / 2, optimizer_advice(dict(run))
+        yield "optimizer", "the optimizer step", optimizer / 2, _optimizer_advice(dict(run))
 
 
 def is_compile_unavailable(run: Mapping[str, Any]) -> bool:
@@ -210,7 +210,7 @@ _MAX_MEMORY_SHARE = 0.8
 """Maximum share of a device's memory for model states: activations and buffers need the rest."""
 
 
-def communication_advice(label: str, run: dict[str, Any], deepspeed: dict[str, Any]) -> list[str]:
+def _communication_advice(label: str, run: dict[str, Any], deepspeed: dict[str, Any]) -> list[str]:
     """Return advice for exposed collectives of a kind and group.
 
     Args:
@@ -281,7 +281,7 @@ def _zero2_advice(run: dict[str, Any]) -> list[str]:
     return [f"--ds-config zero2 would fit: its states need {need / 1e9:.3g} GB of {memory / 1e9:.3g} GB per rank"]
 
 
-def optimizer_advice(run: dict[str, Any]) -> list[str]:
+def _optimizer_advice(run: dict[str, Any]) -> list[str]:
     """Return advice for a long optimizer phase."""
     layout: Layout = run["layout"]
     batch: Batch = run["batch"]
@@ -295,7 +295,7 @@ def optimizer_advice(run: dict[str, Any]) -> list[str]:
     return [*advice, f"--gradient-accumulation-steps {2 * batch.accumulation}: fewer steps for as many tokens"]
 
 
-def waiting_advice(run: Mapping[str, Any]) -> list[str]:
+def _waiting_advice(run: Mapping[str, Any]) -> list[str]:
     """Return advice for ranks that wait for each other."""
     layout: Layout = run["layout"]
     if layout.pp > 1:

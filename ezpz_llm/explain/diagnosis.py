@@ -96,8 +96,8 @@ class Memory:
     peak: int
 
 
-def compare_memory(record: MemoryRecord | None, split: Split | None, deepspeed: Mapping[str, Any],
-                   run: Mapping[str, Any]) -> Memory | None:
+def _compare_memory(record: MemoryRecord | None, split: Split | None, deepspeed: Mapping[str, Any],
+                    run: Mapping[str, Any]) -> Memory | None:
     """Return estimated and measured memory from a run's record and traces; None if the run has not ended.
 
     Args:
@@ -122,7 +122,7 @@ def compare_memory(record: MemoryRecord | None, split: Split | None, deepspeed: 
     return Memory({kind: expected.get(kind) for kind in measured}, measured, record.peak)
 
 
-OWN_LAYOUT = "of its own"
+_OWN_LAYOUT = "of its own"
 """Layout shown for a program that does not use ezpz_llm's layouts."""
 _SHOWN_CAUSES = 8
 _MIN_SHOWN_SHARE = 0.002
@@ -229,8 +229,8 @@ def diagnose(run_dir: Path) -> Diagnosis:
         of_steps = step_time_causes(rows, run_s, ranks=run["world_size"], can_trace=run["model"] is not None)
         causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *of_steps],
                         key=lambda cause: -cause.seconds)
-    return Diagnosis(run_dir, run["layout"].name if run["layout"] else OWN_LAYOUT, run["world_size"], wall, split,
-                     phases, tuple(causes), compare_memory(record.memory, split, deepspeed, run),
+    return Diagnosis(run_dir, run["layout"].name if run["layout"] else _OWN_LAYOUT, run["world_size"], wall, split,
+                     phases, tuple(causes), _compare_memory(record.memory, split, deepspeed, run),
                      crosschecks(run_dir, split), tuple(read_steps_without_collectives(run_dir, split)),
                      is_foreign=run["model"] is None,
                      times=step_times(rows, summary.ceiling_share,

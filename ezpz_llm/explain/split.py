@@ -269,7 +269,7 @@ def find_waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
     called_on = group_by_key((key, (trace.rank, i, trace.flights[i])) for trace in traces
                              for i, key in enumerate(_flight_keys(trace.rank, trace.flights)) if key is not None)
     whole = [collective for key, collective in called_on.items() if len(collective) == len(key[1])]
-    clock = common_clock(traces, [[(rank, flight) for rank, _, flight in collective] for collective in whole])
+    clock = _common_clock(traces, [[(rank, flight) for rank, _, flight in collective] for collective in whole])
     # Times below are on the common clock.
     called = [max((clock[rank] + flight.start, rank) for rank, _, flight in collective) for collective in whole]
     transferring = group_by_key((rank, (since, clock[rank] + flight.end))
@@ -343,7 +343,7 @@ _ALIGNMENT_PART = 4
 """Clocks are aligned with the shortest 1/_ALIGNMENT_PART of the all-reduces."""
 
 
-def common_clock(traces: Sequence[RankTrace], collectives: Collection[Collective]) -> dict[int, float]:
+def _common_clock(traces: Sequence[RankTrace], collectives: Collection[Collective]) -> dict[int, float]:
     """Return the seconds to add to the times of each rank's trace to align the clocks of all nodes.
 
     Clocks of nodes may differ by more than a collective takes. An all-reduce ends at about the same moment on all

@@ -48,11 +48,11 @@ class StepTimes:
         text += f" Steps reach {self.peak_share:.1%} of the measured matmul peak."
         if self.peak_share < _LOW_SHARE:
             text += " Most of a step is not spent in matmuls" + (
-                f"; try {join_alternatives(self.advice)}." if self.advice else ".")
+                f"; try {_join_alternatives(self.advice)}." if self.advice else ".")
         return text
 
 
-def join_alternatives(options: Sequence[str]) -> str:
+def _join_alternatives(options: Sequence[str]) -> str:
     """Join options as "a, b, or c"."""
     *first, last = options
     return f"{', '.join(first)}, or {last}" if first else last

@@ -38,12 +38,12 @@ def mean_step(split: Split) -> dict[str, float]:
 
 
 def step_bars(split: Split) -> list[Bar]:
-    """Return bars of seconds per traced step: the mean over ranks, then `shown_ranks`.
+    """Return bars of seconds per traced step: the mean over ranks, then `_shown_ranks`.
 
     Waiting is a separate part.
     """
     each = [(f"rank {rank.rank} on {rank.host}" if rank.host else f"rank {rank.rank}", _with_waiting(rank))
-            for rank in shown_ranks(split)]
+            for rank in _shown_ranks(split)]
     if len(split.ranks) == 1:
         return each
     all_ranks = [_with_waiting(rank) for rank in split.ranks]
@@ -132,14 +132,14 @@ def _megabytes(size: float | None, steps: int) -> str:
     return "-" if size is None else f"{size / steps / 1e6:.3f}"
 
 
-def shown_ranks(split: Split) -> list[RankSplit]:
+def _shown_ranks(split: Split) -> list[RankSplit]:
     """Return up to 16 ranks whose steps, minus waiting time, are longest, sorted by rank."""
     return sorted(sorted(split.ranks, key=lambda rank: -rank.own_s)[:_SHOWN_RANKS], key=lambda rank: rank.rank)
 
 
 def ranks_table(split: Split) -> Table:
-    """Return the table of `shown_ranks`."""
-    slowest, chosen = split.straggler, shown_ranks(split)
+    """Return the table of `_shown_ranks`."""
+    slowest, chosen = split.straggler, _shown_ranks(split)
     more = len(split.ranks) - len(chosen)
     return Table("Ranks, ms per step", ("rank", "node", "compute", "exposed", "data", "optimizer", "other", "step",
                                         "without waiting", "over median", ""),

@@ -13,18 +13,18 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ezpz_llm.base import run_command
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_run
 
 if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
     from ezpz_llm.observe.profile import Window
 
-TRACED, MEASURED = 24, 64
+_TRACED, MEASURED = 24, 64
 """Number of traced steps, and of steps that alternate between with and without collectives."""
-_STEPS = TRACED + MEASURED + 16
+_STEPS = _TRACED + MEASURED + 16
 # Turn off all work between steps. Ignore loss spikes and bad steps, since the trained weights are useless.
-_OVERRIDES = {"steps": _STEPS, "trace-steps": TRACED, "save-every": -1, "eval-every": 0, "eval-tokens": 1024,
+_OVERRIDES = {"steps": _STEPS, "trace-steps": _TRACED, "save-every": -1, "eval-every": 0, "eval-tokens": 1024,
               "sample-tokens": 0, "profile": "false", "hellaswag": "null", "track": "null", "resume": "null",
               "warmup-steps": 1, "decay-steps": _STEPS, "log-every": 10 ** 6, "spike-norm": 0, "spike-loss": 0,
               "bad-steps": 10 ** 6, "on-bad-steps": "stop"}
@@ -33,45 +33,47 @@ _GROUP_STEPS = 4
 """Number of consecutive steps with, then without collectives. The first step of each group is not recorded."""
 
 
-class AlternatingSteps:
-    """Step hook that measures the step times of this rank and writes `profile/counterfactual-rankNNNN.json`.
+class _AlternatingSteps(Callback):
+    """Callback that measures the step times of this rank and writes `profile/counterfactual-rankNNNN.json`.
 
     A barrier precedes each step, so that delays of other ranks in the step before are not measured.
     """
 
-    def __init__(self, dist: Dist, window: Window) -> None:
-        self._dist = dist
+    def __init__(self, window: Window) -> None:
         self._window = window
         self._inside: ExitStack | None = None
         self._began = 0.0
         self._seconds: dict[str, list[float]] = {"real": [], "stubbed": []}
 
-    def before_step(self, step: int) -> None:
+    def on_step_begin(self, context: CallbackContext) -> None:
         """Wait for the other ranks, and replace collectives by stubs if this is a step without collectives."""
+        step = context.step
         if not self._window.first <= step <= self._window.last:
             return
         self._inside = ExitStack()
-        self._dist.barrier()
+        context.dist.barrier()
         if self._is_stubbed(step):
             from ezpz_llm.dist.stubbed_collectives import stubbed_collectives
 
             self._inside.enter_context(stubbed_collectives())
         self._began = time.perf_counter()
 
-    def after_step(self, step: int) -> None:
+    def on_step_end(self, context: CallbackContext) -> None:
         """Record the step's time and restore collectives."""
         if self._inside is None:
             return
-        seconds = time.perf_counter() - self._began
+        seconds, step, dist = time.perf_counter() - self._began, context.step - 1, context.dist
         if (step - self._window.first) % _GROUP_STEPS:
             self._seconds["stubbed" if self._is_stubbed(step) else "real"].append(seconds)
-        self.close()
+        self._restore()
         if step == self._window.last:
-            self._dist.side.write_json(self._dist.run_dir.counterfactual(self._dist.rank),
-                                       {"rank": self._dist.rank, **self._seconds})
+            dist.side.write_json(dist.run_dir.counterfactual(dist.rank), {"rank": dist.rank, **self._seconds})
 
-    def close(self) -> None:
-        """Restore collectives. Also called after an error in a step."""
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Restore collectives."""
+        self._restore()
+
+    def _restore(self) -> None:
         if self._inside is not None:
             self._inside.close()
             self._inside = None
@@ -98,7 +100,7 @@ def train(argv: Sequence[str], measured: int) -> int:
     from ezpz_llm.trainer.run import run
 
     window = Window(options.config.steps - measured - 1, measured)
-    return run(options, lambda dist: [AlternatingSteps(dist, window)])
+    return run(options, [_AlternatingSteps(window)])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ezpz_llm.model.config import ModelConfig
 
 CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
-WANTED = ["*.json", "*.safetensors", "*.model"]
+_WANTED = ["*.json", "*.safetensors", "*.model"]
 """Files to download for a model from the hub; none of them is unpickled or executed."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -119,16 +119,16 @@ def _checkpoint_source(path: Path, option: str) -> Source:
 
 def _cached_snapshot(hub_id: str, option: str) -> Path:
     """Return the snapshot of a hub id in the local cache."""
-    hub = hub_library(f"there is no folder {hub_id}, and looking up a hub id requires huggingface_hub", option)
+    hub = _hub_library(f"there is no folder {hub_id}, and looking up a hub id requires huggingface_hub", option)
     try:
-        return Path(hub.snapshot_download(hub_id, local_files_only=True, allow_patterns=WANTED))
+        return Path(hub.snapshot_download(hub_id, local_files_only=True, allow_patterns=_WANTED))
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError) as error:
         raise UserError(f"there is no folder {hub_id}, and no model with that id in huggingface_hub's local cache",
                         where=option,
                         instead=f"ezpz-llm checkpoint fetch {hub_id}, on a machine with internet access") from error
 
 
-def hub_library(missing: str, where: str) -> Any:
+def _hub_library(missing: str, where: str) -> Any:
     """Import and return huggingface_hub.
 
     Args:
@@ -176,12 +176,12 @@ def fetch(hub_id: str, revision: str | None) -> Path:
     Raises:
         UserError: there is no network, or the model does not exist or is not supported.
     """
-    hub = hub_library("downloading a model requires the package huggingface_hub", "checkpoint fetch")
+    hub = _hub_library("downloading a model requires the package huggingface_hub", "checkpoint fetch")
     print(f"downloading {hub_id} from {hub.constants.ENDPOINT}", file=sys.stderr, flush=True)
     try:
         config = Path(hub.hf_hub_download(hub_id, CONFIG, revision=revision))
         from_hf(read_json(config), f"{hub_id}/{CONFIG}")
-        return Path(hub.snapshot_download(hub_id, revision=revision, allow_patterns=WANTED))
+        return Path(hub.snapshot_download(hub_id, revision=revision, allow_patterns=_WANTED))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise UserError(f"the download failed: {str(error).splitlines()[0]}", where=hub_id,
                         instead="pass a hub id such as openai-community/gpt2, on a machine with internet access, "

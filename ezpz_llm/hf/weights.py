@@ -56,7 +56,7 @@ def open_weights(source: Source, check_hashes: bool = True) -> Weights:
     """
     if source.kind == "checkpoint":
         return CheckpointWeights(source, check_hashes)
-    weights = HfWeights(source)
+    weights = _HfWeights(source)
     weights.check_head()
     return weights
 
@@ -73,7 +73,7 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
             verify(source.folder, read_manifest(source.folder)[dist.rank::dist.world_size])
         if dist.is_main:
             return open_weights(source, check_hashes=False)
-        return HfWeights(source) if source.kind == "hf" else CheckpointWeights(source, check_hashes=False)
+        return _HfWeights(source) if source.kind == "hf" else CheckpointWeights(source, check_hashes=False)
 
     weights = run_together(dist, opened)
     if dist.is_main:
@@ -198,7 +198,7 @@ class _IndexFile:
     weight_map: dict[str, str]
 
 
-class HfWeights(Weights):
+class _HfWeights(Weights):
     """Weights of a Hugging Face model, in safetensors of any floating-point dtype."""
 
     def __init__(self, source: Source) -> None:
@@ -321,7 +321,7 @@ class HfWeights(Weights):
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHARD_BYTES = 5_000_000_000
+_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class Exported:
     notes: tuple[str, ...]
 
 
-def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int = SHARD_BYTES) -> Exported:
+def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int = _SHARD_BYTES) -> Exported:
     """Export a model, one tensor at a time, to a folder that transformers' AutoModelForCausalLM loads.
 
     The folder appears only when it is complete. The logits of real tokens are equal, up to the rounding of `dtype`.

@@ -10,8 +10,8 @@ from ezpz_llm.base import MAX_NODES, UserError, read_text
 from ezpz_llm.launch.hostnames import node_keys
 from ezpz_llm.launch.schedulers.scheduler import Node
 
-HOSTFILE_ACCEPTED = ("one hostname per line: `host`, `host slots=N` or `host:N` (N ranks, 1 or more);"
-                     " # starts a comment")
+_HOSTFILE_ACCEPTED = ("one hostname per line: `host`, `host slots=N` or `host:N` (N ranks, 1 or more);"
+                      " # starts a comment")
 
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:(?::|\s+slots\s*=\s*)(?P<slots>[1-9][0-9]{0,8}))?")
 
@@ -22,12 +22,12 @@ _PROBLEMS = (
      "`{1}` without the user; in ~/.ssh/config, `User {0}` under `Host {1}`"),
     (r"\[?[0-9a-fA-F]*:[0-9a-fA-F]*:", "IPv6 addresses are not supported",
      "a hostname, or an IPv4 address; a line in /etc/hosts gives an address a name"),
-    (r"\w+://", "that is a URL", HOSTFILE_ACCEPTED),
+    (r"\w+://", "that is a URL", _HOSTFILE_ACCEPTED),
     (r"(\S+?)\[|(\S+?),", "a list of hosts", "one hostname per line, or --hosts with the list"),
     (r"(\S+)\s+([1-9]\d*)$", "the number of ranks needs the key slots", "`{0} slots={1}`"),
     (r"(\S+)\s+(?:slots\s*=\s*(\d+)\s+)?max[_-]slots\b", "Open MPI's max_slots has no counterpart",
      "`{0} slots=N`, with the number of ranks to start there"),
-    (r"\S+?(?::|\s+slots\s*=\s*)(\S*)$", "{0!r} is not a number of ranks from 1 to 999999999", HOSTFILE_ACCEPTED),
+    (r"\S+?(?::|\s+slots\s*=\s*)(\S*)$", "{0!r} is not a number of ranks from 1 to 999999999", _HOSTFILE_ACCEPTED),
     (r"(\S+)\s.*?(?!slots\b)\b(\w+)\s*=", "the only key is slots, not {1}", "`{0} slots=N`"),
 )
 """Common invalid lines: a pattern, the problem, and what to write instead."""
@@ -43,7 +43,7 @@ def read(path: Path) -> tuple[Node, ...]:
         text = read_text(path)
     except UserError as error:
         raise UserError(f"cannot read the hostfile: {error.found}", where=str(path),
-                        instead=HOSTFILE_ACCEPTED) from error
+                        instead=_HOSTFILE_ACCEPTED) from error
     return parse(text, str(path))
 
 
@@ -81,7 +81,7 @@ def parse(text: str, where: str) -> tuple[Node, ...]:
     if len(first) > MAX_NODES:
         raise UserError(f"the hostfile lists {len(first):,} nodes", where=where, instead=f"at most {MAX_NODES:,}")
     if not names:
-        raise UserError("the hostfile lists no nodes", where=where, instead=HOSTFILE_ACCEPTED)
+        raise UserError("the hostfile lists no nodes", where=where, instead=_HOSTFILE_ACCEPTED)
     repeats, spelling = Counter(keys), dict(zip(reversed(keys), reversed(names), strict=True))
     return tuple(Node(spelling[key], slots=slots.get(key, repeats[key] if repeats[key] > 1 else None))
                  for key in repeats)
@@ -92,4 +92,4 @@ def _explain(line: str) -> tuple[str, str]:
     for pattern, problem, instead in _PROBLEMS:
         if match := re.match(pattern, line[:200]):  # bounds the cost of the patterns
             return f": {problem.format(*match.groups())}", instead.format(*match.groups())
-    return "", HOSTFILE_ACCEPTED
+    return "", _HOSTFILE_ACCEPTED

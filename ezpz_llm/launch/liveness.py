@@ -22,7 +22,7 @@ from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.records import RunRecord
 from ezpz_llm.rundir.stop import Stop
 
-START_S = 60.0
+_START_S = 60.0
 """Time added to the idle limit until the first report of a rank."""
 
 _FILE_NAME = re.compile(r"(?P<kind>rank|node)(?P<rank>\d+)(?:\.json)?")
@@ -180,7 +180,7 @@ class HeartbeatMonitor:
     def ranks(self, now: float) -> list[RankLife]:
         """Return the liveness of each rank that has not ended.
 
-        The idle time of a rank that was never reported begins START_S after the launcher was started.
+        The idle time of a rank that was never reported begins _START_S after the launcher was started.
         """
         node_limit_s = 3 * KEEPALIVE_S * self.interval_s
         lives = {}
@@ -190,7 +190,7 @@ class HeartbeatMonitor:
                 lives[rank] = None if has_ended else _life(rank, entry, report, now - received_at, node_limit_s)
         for rank, host in self._hosts.items():
             if rank not in lives:
-                waited = now - self._started - START_S
+                waited = now - self._started - _START_S
                 lives[rank] = RankLife(rank, host, None, None, None, waited, waited, node_limit_s)
         return [life for life in lives.values() if life is not None]
 
@@ -307,7 +307,7 @@ def _activity(life: RankLife) -> str:
     return f"{life.phase or 'an unnamed phase'}{step}"
 
 
-NAMED_AFTER_S = 60.0
+_NAMED_AFTER_S = 60.0
 """Time after which launch prints which ranks have not started."""
 _NAMED_EVERY_S = 30.0
 """Minimum time between two such messages: the ranks of a large run start one by one."""
@@ -327,7 +327,7 @@ class StartMonitor:
     """
 
     def __init__(self, hosts: Mapping[int, str], run_dir: RunDir, limit_s: float | None,
-                 named_after_s: float = NAMED_AFTER_S) -> None:
+                 named_after_s: float = _NAMED_AFTER_S) -> None:
         self._world_size = len(hosts)
         self._log = run_dir.launcher_log
         self._log_of_rank_0 = run_dir.rank_log(0)

@@ -152,7 +152,7 @@ def number(most: float, what: str) -> Callable[[str], float]:
 seconds = number(MAX_SECONDS, "a number of seconds, above 0 and below ten years")
 
 
-def seconds_or_never(text: str) -> float:
+def _seconds_or_never(text: str) -> float:
     """Convert a number of seconds; 0 means no limit."""
     try:
         return 0.0 if float(text) == 0 else seconds(text)
@@ -186,16 +186,16 @@ LAUNCHERS = ("auto", "mpiexec",
 """Built-in values of --launcher."""
 SCHEDULERS = ("auto", *(scheduler.NAME for scheduler in OURS), "none")
 """Built-in values of --scheduler; plug-in schedulers are loaded only if --scheduler is passed."""
-BINDINGS = ("auto", "none")
-TEES = ("0", "all", "none")
+_BINDINGS = ("auto", "none")
+_TEES = ("0", "all", "none")
 
 
-def scheduler_choices() -> tuple[str, ...]:
+def _scheduler_choices() -> tuple[str, ...]:
     """Return the values of --scheduler."""
     return ("auto", *schedulers(), "none")
 
 
-def launcher_choices() -> tuple[str, ...]:
+def _launcher_choices() -> tuple[str, ...]:
     """Return the values of --launcher, including the launchers of plug-in schedulers."""
     return tuple(dict.fromkeys((*LAUNCHERS, *step_launchers())))
 
@@ -239,20 +239,20 @@ _OPTIONS = (
     Option(("--hosts",), "hosts", "use only these nodes of the allocation: n1,n3 or n[1-4]", "LIST"),
     Option(("--hostfile",), "hostfile", "nodes to use, one per line: host, host slots=N or host:N", "F", Path),
     Option(("--scheduler",), "scheduler", f"scheduler of the allocation: {', '.join(SCHEDULERS)}", "NAME",
-            lambda text: one_of(scheduler_choices())(text)),
+            lambda text: one_of(_scheduler_choices())(text)),
     Option(("--launcher",), "launcher", f"program that starts the ranks: {', '.join(LAUNCHERS)}", "NAME",
-            lambda text: one_of(launcher_choices())(text)),
+            lambda text: one_of(_launcher_choices())(text)),
     Option(("--site",), "site", "description of the site: a name (polaris, frontier, …) or a TOML file", "NAME"),
     Option(("--interface",), "interface", "network interface for rendezvous and communication, e.g. hsn0", "NAME"),
     Option(("--bind",), "binding", "binding of ranks to cores: auto (from the topology) or none", "HOW",
-           one_of(BINDINGS)),
+           one_of(_BINDINGS)),
     Option(("--tee",), "tee", "ranks whose output is printed: 0, all or none (logs have all of it)", "WHO",
-            one_of(TEES)),
+            one_of(_TEES)),
     Option(("--idle-timeout",), "idle_limit_s",
            "end the run with exit code 124 after S seconds without a sign of life", "S", seconds),
     Option(("--start-timeout",), "start_limit_s",
            "end the run with exit code 124 if a rank has not started after S seconds (default: 600; 0: no limit)",
-           "S", seconds_or_never),
+           "S", _seconds_or_never),
     Option(("--preflight",), "preflight", "first check every node, device and link; exit code 3 if a check fails"),
     Option(("--stage-env",), "stage_env",
            "first copy the Python environment to the local disk of each node, and run from there"),

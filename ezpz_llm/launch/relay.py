@@ -31,7 +31,7 @@ def print_stderr(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         # EPIPE: the reader of `launch … 2>&1 | tee` has exited. EIO: the terminal was closed.
-        redirect_to_null(2)
+        _redirect_to_null(2)
 
 
 def print_unless_blocked(text: str) -> None:
@@ -47,7 +47,7 @@ def warn(text: str) -> None:
     print_stderr(f"launch: warning: {text}")
 
 
-def redirect_to_null(descriptor: int) -> None:
+def _redirect_to_null(descriptor: int) -> None:
     """Redirect a closed descriptor to /dev/null: Python's flush at exit would otherwise change the exit code."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
@@ -196,6 +196,6 @@ class _Stream:
                 data = data[os.write(self._console, data):]
         except OSError as error:
             self.is_within_a_line = False
-            redirect_to_null(self._console)
+            _redirect_to_null(self._console)
             self._on_closed("the reader of standard output has exited" if isinstance(error, BrokenPipeError) else
                             f"standard output cannot be written to: {error.strerror}")

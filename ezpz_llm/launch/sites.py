@@ -154,7 +154,7 @@ def read_site(path: Path, source: str) -> Site:
     notes: tuple[str, ...] = ()
     _check_keys(content, KEYS, path, text, "")
     job = content.pop("job", {})
-    _check_keys(job, JOB_KEYS, path, text, "job.")
+    _check_keys(job, _JOB_KEYS, path, text, "job.")
     limits = tuple(Limit(**_freeze(limit)) for limit in job.pop("limits", ()))
     container = Container(**_freeze(job.pop("container", {})))
     if missing := content.get("unsourced"):
@@ -309,7 +309,7 @@ KEYS: Mapping[str, Key] = {
                      _table_of(lambda name: name in _site_variables(schedulers().values()), _list_of(_is_text))),
 }
 
-JOB_KEYS: Mapping[str, Key] = {
+_JOB_KEYS: Mapping[str, Key] = {
     "queue": _TEXT,
     "directives": _LINES,
     "setup": _LINES,

@@ -67,7 +67,7 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
     record = read_record(run_dir)
     launch = record.launch or Launch()
     run_id = (launch.env or {}).get(RUN_ID_VARIABLE)
-    lines = read_last_lines(run_dir)
+    lines = _read_last_lines(run_dir)
     last = lines[-1] if lines else {}
     times = [value for line in lines if (value := _number(line, "step_time_s")) is not None]
     step_s = statistics.median(times) if times else None
@@ -114,7 +114,7 @@ def _slowest(ranks: list[RankLife]) -> dict[str, Any] | None:
     return {"rank": last.rank, "host": last.host, "steps_behind": behind} if behind > 1 else None
 
 
-def read_last_lines(run_dir: RunDir) -> list[dict[str, Any]]:
+def _read_last_lines(run_dir: RunDir) -> list[dict[str, Any]]:
     """Return up to 50 lines from the last 64 KiB of metrics.jsonl, without a line that is being written."""
     lines = []
     for text in system_text(run_dir.metrics, _TAIL_BYTES).split("\n")[:-1][-_MAX_LINES:]:

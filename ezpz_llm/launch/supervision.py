@@ -29,11 +29,11 @@ from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir import hide, secret_values, write_atomic
 from ezpz_llm.rundir.stop import Stop
 
-PEER_GRACE_S = 3.0
+_PEER_GRACE_S = 3.0
 """Time that the peers of a failed rank keep running, so that they can report their own errors."""
-KILL_AFTER_S = 5.0
+_KILL_AFTER_S = 5.0
 """Time from SIGTERM to SIGKILL if launch decides to end the run."""
-SIGNALED_KILL_AFTER_S = 10.0
+_SIGNALED_KILL_AFTER_S = 10.0
 """Time from SIGTERM to SIGKILL if launch received a signal: ranks may be saving their work."""
 
 _SAVES_AT_SIGTERM = ("ezpz_llm.train",)
@@ -140,7 +140,7 @@ class _Supervisor:
             if signal_count:
                 print_unless_blocked(("\n" if self.relay.is_within_a_line else "")
                                      + _stop_message(self.signals.to_stop[0], is_saving=self._saves_at_stop()))
-            self.teardown.stop(SIGNALED_KILL_AFTER_S if signal_count else KILL_AFTER_S,
+            self.teardown.stop(_SIGNALED_KILL_AFTER_S if signal_count else _KILL_AFTER_S,
                                lambda: len(self.signals.to_stop) > signal_count, stopped.kind == "idle",
                                self.signals.to_stop[0].name if signal_count else "")
         ended_at = time.time()
@@ -206,7 +206,7 @@ class _Supervisor:
             with _log_errors("reading the records of ranks"):
                 if failed_at is None and self._has_failed():
                     failed_at = now
-            if failed_at is not None and now - failed_at > PEER_GRACE_S:
+            if failed_at is not None and now - failed_at > _PEER_GRACE_S:
                 return Stop("rank", "a rank failed")
             if failed_at is None and (stop := self._check_start(now)) is not None:
                 return stop
@@ -354,7 +354,7 @@ def _stop_message(number: signal.Signals, *, is_saving: bool) -> str:
     """Return the message printed when a signal arrives."""
     action = "saving and stopping after this step" if is_saving else "stopping all ranks with SIGTERM"
     again = "; press ^C again to stop now" if number == signal.SIGINT else ""
-    return f"launch: {number.name}: {action} (within {SIGNALED_KILL_AFTER_S:.0f} s){again}"
+    return f"launch: {number.name}: {action} (within {_SIGNALED_KILL_AFTER_S:.0f} s){again}"
 
 
 

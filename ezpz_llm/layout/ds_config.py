@@ -26,8 +26,8 @@ Keys = Mapping[str, Union[str, "Keys"]]
 """Map from a key to a block, or to the kind of its value: "bool", "int > 0", "number? >= 0 <= 1", "any" (no check).
 """
 
-OUR_KEYS: Keys = dict.fromkeys(("engine", "tp", "pp", "sp", "partition", "tiled", "shard_within"),
-                               "any")
+_OUR_KEYS: Keys = dict.fromkeys(("engine", "tp", "pp", "sp", "partition", "tiled", "shard_within"),
+                                "any")
 """Keys of the block "ezpz_llm": options for which DeepSpeed has no key."""
 
 REMOVED: Mapping[str, str] = {
@@ -62,7 +62,7 @@ def table() -> Table:
     return Table(stored["deepspeed"], stored["keys"], stored["aliases"])
 
 
-def newer_deepspeed() -> str | None:
+def _newer_deepspeed() -> str | None:
     """Return the version of the installed DeepSpeed if it is newer than the table, which may then lack keys."""
     version = installed("deepspeed")
     return version if version and _version_numbers(version) > _version_numbers(table().version) else None
@@ -167,7 +167,7 @@ def load(name_or_path: str) -> DsConfig:
     block = values.pop(OUR_BLOCK, {})
     warnings: list[str] = []
     values = _validate_keys(values, table().keys, path, "", warnings)
-    _validate_block(block, OUR_KEYS, path, OUR_BLOCK, warnings)
+    _validate_block(block, _OUR_KEYS, path, OUR_BLOCK, warnings)
     return DsConfig(path.stem, path, values, block, tuple(warnings))
 
 
@@ -214,7 +214,7 @@ def _reject_or_warn_unknown(key: str, keys: Keys, path: Path, prefix: str, warni
     """Raise the error for an unknown key, or warn if the installed DeepSpeed is newer than the table."""
     valid = [*keys, *(() if prefix else (OUR_BLOCK,))]
     error = unknown_name_error("key", key, valid, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
-    newer = newer_deepspeed()
+    newer = _newer_deepspeed()
     if newer is None or prefix.startswith(OUR_BLOCK):
         raise error
     warnings.append(f"{prefix}{key} of {path.name} is unknown to DeepSpeed {table().version}; passing it to the "

@@ -14,7 +14,7 @@ from ezpz_llm.layout.memory import held_parameters
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_shapes
 
-MIN_SWAPPED_BYTES = 1 << 20
+_MIN_SWAPPED_BYTES = 1 << 20
 """Size in bytes from which DeepSpeed moves a parameter's shard or a sub-group's state to a file."""
 
 _READ_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
@@ -84,7 +84,7 @@ def fill_defaults(zero: dict[str, Any], layout: Layout, model: ModelConfig | Non
         _set_minimum(zero["offload_param"], "buffer_count", 5, where, "a layer's parameters are read together")
         if model is not None:
             largest = -(-_largest_parameter(model, layout.tp) // (layout.dp_size(world_size) * layout.sp))
-            _set_minimum(zero["offload_param"], "buffer_size", max(largest, MIN_SWAPPED_BYTES // 4), where,
+            _set_minimum(zero["offload_param"], "buffer_size", max(largest, _MIN_SWAPPED_BYTES // 4), where,
                          "a buffer holds a rank's shard of the largest parameter")
     return zero
 

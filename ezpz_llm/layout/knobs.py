@@ -13,7 +13,7 @@ from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import ModelConfig
 
-LINEAR_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_gate", "mlp.c_proj")
+_LINEAR_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_gate", "mlp.c_proj")
 """Names of the linear layers within a block; only SwiGLU has mlp.c_gate."""
 
 Kind = Literal["parameters", "gradients", "optimizer", "copy", "secondary", "cast"]
@@ -161,9 +161,9 @@ def check_tiled_names(case: LayoutCheck) -> RuleResults:
     """Check that the tiled layers exist in the model's blocks."""
     names = [name for name, *_ in case.layout.zero.tiled]
     for name in names:
-        if name not in LINEAR_LAYERS:
+        if name not in _LINEAR_LAYERS:
             yield Problem(f"tiled names {name!r}; the linear layers of a block are "
-                          f"{', '.join(LINEAR_LAYERS)}", ("tiled",), ("tiled",))
+                          f"{', '.join(_LINEAR_LAYERS)}", ("tiled",), ("tiled",))
     if case.model is not None and names == ["mlp.c_gate"] and case.model.mlp != "swiglu":
         yield Problem("tiled names only mlp.c_gate, but this model's MLP has no gate", ("tiled",), ("tiled",))
 
@@ -174,8 +174,8 @@ def check_tiled_sizes(case: LayoutCheck) -> RuleResults:
     if model is None:
         return
     attention, mlp = model.q_width + 2 * model.kv_width, model.intermediate_size
-    sizes = dict(zip(LINEAR_LAYERS, ((model.n_embd, attention), (model.q_width, model.n_embd), (model.n_embd, mlp),
-                                     (model.n_embd, mlp), (mlp, model.n_embd)), strict=True))
+    sizes = dict(zip(_LINEAR_LAYERS, ((model.n_embd, attention), (model.q_width, model.n_embd), (model.n_embd, mlp),
+                                      (model.n_embd, mlp), (mlp, model.n_embd)), strict=True))
     for name, *parts in case.layout.zero.tiled:
         for number, size, side in zip(parts, sizes[name], ("in", "out"), strict=True):
             if number > size:

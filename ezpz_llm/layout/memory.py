@@ -68,10 +68,10 @@ def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
     """
     bounds = stage_bounds(model, layout.pp, layout.partition)
     max_blocks = max((bounds[stage + 1] - bounds[stage]) * (layout.pp - stage) for stage in range(layout.pp))
-    return Part("cast", "device", cast_bytes(layout, model, max_blocks))
+    return Part("cast", "device", _cast_bytes(layout, model, max_blocks))
 
 
-def cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
+def _cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
     """Return the bytes of autocast's copies of the matrices of `blocks` blocks.
 
     Autograd keeps them from forward to backward pass. fully_shard frees the gathered fp32 weights but not these
@@ -182,11 +182,11 @@ def _stage_bytes(layout: Layout, model: ModelConfig, work: Pass, blocks: range, 
     recomputed = sum(work.recompute > 0 and (number + 1) % work.recompute == 0 for number in blocks)
     size = (len(blocks) - recomputed) * whole + recomputed * _stream_itemsize(work) * model.n_embd * tokens
     if RECIPES[work.precision].autocast:
-        size += cast_bytes(layout, model, len(blocks) - recomputed)
+        size += _cast_bytes(layout, model, len(blocks) - recomputed)
     size *= min(layout.pp - stage, work.accumulation)
     if recomputed:
         size += whole  # the block that is being recomputed
-    return int(size) + (head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
+    return int(size) + (_head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
 
 
 def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
@@ -213,7 +213,7 @@ def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
     return norms + attention + mlp + (2 * width if model.dropout else 0)
 
 
-def head_bytes(model: ModelConfig, tp: int, work: Pass, tokens: int) -> int:
+def _head_bytes(model: ModelConfig, tp: int, work: Pass, tokens: int) -> int:
     """Return the bytes for the final norm, head and loss at the start of the backward pass."""
     width, columns, e = model.n_embd, model.padded_vocab_size // tp, _itemsize(work.precision)
     norm = tokens * _norm_bytes(model, work)

@@ -19,7 +19,7 @@ from ezpz_llm.observe.tables import table
 
 RECIPES = ("bf16", "bf16_autocast")
 """Recipes in order of preference: "bf16" sends half as many bytes as "bf16_autocast"."""
-USABLE = 0.85
+_USABLE = 0.85
 """Fraction of a device's memory for states and activations.
 
 The rest is for buckets, gathered layers and fragmentation.
@@ -94,7 +94,7 @@ def recommendation(legal: list[Choice], memory: float, command: str) -> str:
         memory: bytes of a device.
         command: the command line up to the layout's options.
     """
-    usable = USABLE * memory
+    usable = _USABLE * memory
     best = next((choice for choice in legal if choice.recipe(usable)), None)
     if best is None:
         return "No layout fits. Use more ranks, --micro-batch-size 1, --recompute 1, or a smaller model."
@@ -106,7 +106,7 @@ def recommendation(legal: list[Choice], memory: float, command: str) -> str:
 
 def choices_text(legal: list[Choice], memory: float, title: str, *, rich: bool) -> str:
     """Return the table of layouts, the fitting ones first."""
-    usable = USABLE * memory
+    usable = _USABLE * memory
     fitting = sorted(legal, key=lambda choice: choice.recipe(usable) is None)
     rows = [[choice.words, *("-" if size is None else f"{size / 1e9:.3g}" for size in choice.bytes.values()),
              choice.recipe(usable) or "does not fit"] for choice in fitting[:_SHOWN]]

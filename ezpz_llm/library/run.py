@@ -39,9 +39,9 @@ from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
 from ezpz_llm.rundir.records import read_record
 
-PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
+_PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
 """Phases between steps, which are not part of step times, and the heartbeat phase for each."""
-LOG_EVERY = 10
+_LOG_EVERY = 10
 
 
 class WrappedModel(Protocol):
@@ -65,7 +65,7 @@ class Run:
     timeline: StepTimeline
     heartbeat: Heartbeat
     clock: WallClock
-    log_every: int = LOG_EVERY
+    log_every: int = _LOG_EVERY
     metrics: MetricsLog | None = None
     models: list[WrappedModel] = field(default_factory=list)
     first_step: int = 0
@@ -127,9 +127,9 @@ class Run:
             with self.span(name):
                 yield
             return
-        if name not in PHASES_BETWEEN_STEPS:
-            raise unknown_name_error("phase", name, (*PHASES, *PHASES_BETWEEN_STEPS), where="ezpz_llm.phase")
-        self.heartbeat.beat(PHASES_BETWEEN_STEPS[name], self.step)
+        if name not in _PHASES_BETWEEN_STEPS:
+            raise unknown_name_error("phase", name, (*PHASES, *_PHASES_BETWEEN_STEPS), where="ezpz_llm.phase")
+        self.heartbeat.beat(_PHASES_BETWEEN_STEPS[name], self.step)
         if not self.timeline.is_untouched:  # inside a step, this time counts as "other"
             yield
             return
@@ -252,7 +252,7 @@ def _forget() -> None:
 
 
 def setup(*, device: str | None = None, run_dir: str | Path | None = None, name: str | None = None,
-          log_every: int = LOG_EVERY) -> Run:
+          log_every: int = _LOG_EVERY) -> Run:
     """Set up this process as a rank of launch, torchrun, srun or mpiexec, or as a single process. Collective.
 
     Replaces `init_process_group`: creates the same process group, or uses the existing one. Further calls return

@@ -19,8 +19,8 @@ from ezpz_llm.model.parameters import Placement, set_placement, whole_box
 from ezpz_llm.model.tensor_parallel import RowParallelLinear, Share
 from ezpz_llm.model.tp_collectives import copy_to_tp_region, summed
 
-BY_OUTPUTS, BY_INPUTS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-REPLICATED = ("embedding_rowwise", "colwise_gather_output", "replicated")
+_BY_OUTPUTS, _BY_INPUTS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_REPLICATED = ("embedding_rowwise", "colwise_gather_output", "replicated")
 """Styles of modules that are replicated here, such as embeddings and heads, with the same result."""
 _WHERE = "ezpz_llm.wrap, tp_plan"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -45,11 +45,11 @@ def shard_model(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup |
         set_placement(parameter, Placement(name, shape, (whole_box(shape),), primary=share.rank == 0))
     for name, style in styles.items():
         module = modules[name]
-        if style == BY_OUTPUTS:
+        if style == _BY_OUTPUTS:
             _shard_outputs(name, module, group, share)
-        elif style == BY_INPUTS:
+        elif style == _BY_INPUTS:
             _shard_inputs(model, name, module, group, share)
-        elif style == SUMMED:
+        elif style == _SUMMED:
             for parameter in module.parameters():
                 parameter.register_hook(lambda gradient: summed(gradient, group).to(gradient.dtype))
 
@@ -59,26 +59,26 @@ def _find_style(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _check(model: nn.Module, plan: Mapping[str, str], styles: Mapping[str, str], share: Share) -> None:
-    if not {BY_OUTPUTS, BY_INPUTS} & set(styles.values()):
+    if not {_BY_OUTPUTS, _BY_INPUTS} & set(styles.values()):
         raise UserError("no layer of the model is in the plan", where=_WHERE,
                         instead="names as in model.named_modules(), with * for numbers")
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
-        if style not in (BY_OUTPUTS, BY_INPUTS, SUMMED, *REPLICATED):
+        if style not in (_BY_OUTPUTS, _BY_INPUTS, _SUMMED, *_REPLICATED):
             raise UserError(f"{name} has the unsupported style {style!r}", where=_WHERE,
-                            instead=", ".join((BY_OUTPUTS, BY_INPUTS, SUMMED, *REPLICATED)))
-        if style not in (BY_OUTPUTS, BY_INPUTS):
+                            instead=", ".join((_BY_OUTPUTS, _BY_INPUTS, _SUMMED, *_REPLICATED)))
+        if style not in (_BY_OUTPUTS, _BY_INPUTS):
             continue
         module = model.get_submodule(name)
         if type(module) is not nn.Linear:
             raise UserError(f"{name} has type {type(module).__name__}", where=_WHERE,
-                            instead=f"{BY_OUTPUTS} and {BY_INPUTS} only for nn.Linear")
+                            instead=f"{_BY_OUTPUTS} and {_BY_INPUTS} only for nn.Linear")
         if any(uses[parameter] > 1 for parameter in module.parameters()):
             raise UserError(f"the weight of {name} is tied to another layer", where=_WHERE,
                             instead="a plan without it")
-        size = module.out_features if style == BY_OUTPUTS else module.in_features
+        size = module.out_features if style == _BY_OUTPUTS else module.in_features
         if size % share.size:
-            raise UserError(f"{size} {'outputs' if style == BY_OUTPUTS else 'inputs'} of {name} cannot be divided "
+            raise UserError(f"{size} {'outputs' if style == _BY_OUTPUTS else 'inputs'} of {name} cannot be divided "
                             f"over {share.size} ranks", where=_WHERE, instead="a smaller tp")
     for setting in _HEADS:
         heads = getattr(getattr(model, "config", None), setting, None)

@@ -100,9 +100,9 @@ def most_logits_on(device: torch.device) -> int:
     return max_logits(device.type, device_memory(device))
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: Reduction = "mean", *,
-                          chunk: int, z_loss: float = 0.0, columns: Columns = Columns(),  # noqa: B008
-                          compiled: bool = False) -> Tensor:
+def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: Reduction = "mean", *,
+                           chunk: int, z_loss: float = 0.0, columns: Columns = Columns(),  # noqa: B008
+                           compiled: bool = False) -> Tensor:
     """Compute the loss from hidden states (B, T, C), the head's weight (V/R, C) and targets (B, T), in fp32.
 
     Equals `cross_entropy` of their product, up to the order of sums, except that "rows" has no gradient. Matmuls
@@ -330,8 +330,8 @@ class Head(nn.Linear):
         if self.loss_chunk == 0:
             return cross_entropy(super().forward(x), targets, reduction, self.z_loss, self.columns)
         chunk = self.loss_chunk or choose_chunk(targets.numel(), len(self.weight), most_logits_on(x.device))
-        return chunked_cross_entropy(x, self.weight, targets, reduction, chunk=chunk, z_loss=self.z_loss,
-                                     columns=self.columns, compiled=self.compiled)
+        return _chunked_cross_entropy(x, self.weight, targets, reduction, chunk=chunk, z_loss=self.z_loss,
+                                      columns=self.columns, compiled=self.compiled)
 
 
 def configure_head(model: nn.Module, loss_chunk: int | None, z_loss: float = 0.0) -> None:

@@ -78,7 +78,7 @@ def secondary(placement: Placement) -> Placement:
     return replace(placement, primary=False)
 
 
-TABLE, HEAD, POSITIONS = "transformer.wte.weight", "lm_head.weight", "transformer.wpe.weight"
+TABLE, HEAD, _POSITIONS = "transformer.wte.weight", "lm_head.weight", "transformer.wpe.weight"
 """Names of the token embedding, the untied output head, and the embedding of learned positions."""
 _BLOCKS = "transformer.h."
 
@@ -90,14 +90,14 @@ sharded by inputs; the layer's outputs are summed. "vocabulary", "head": sharded
 replicated and used on whole activations, so that every rank computes the same gradient. "summed": replicated but
 used on this rank's heads or hidden units, so that gradients are summed over the tensor-parallel ranks."""
 
-DIMENSIONS: dict[str, Callable[[ModelConfig], int]] = {
+_DIMENSIONS: dict[str, Callable[[ModelConfig], int]] = {
     "C": lambda model: model.n_embd, "C_q": lambda model: model.q_width, "C_kv": lambda model: model.kv_width,
     "D": lambda model: model.head_dim, "F": lambda model: model.intermediate_size,
     "T": lambda model: model.block_size, "V": lambda model: model.padded_vocab_size}
 """Symbols of a shape: model width, total width of the queries, total width of the keys (and of the values), head
 dimension, MLP width, context length, padded vocabulary size."""
 
-CONDITIONS: dict[str, Callable[[ModelConfig], bool]] = {
+_CONDITIONS: dict[str, Callable[[ModelConfig], bool]] = {
     "always": lambda model: True, "bias": lambda model: model.bias,
     "bias, layernorm": lambda model: model.bias and model.norm == "layernorm",
     "swiglu": lambda model: model.mlp == "swiglu",
@@ -112,13 +112,13 @@ class Parameter:
     """Row of the table: a parameter of a block (with its name in the block) or of the model.
 
     Attributes:
-        shape: for each dimension, a sum of `DIMENSIONS`, whose terms are consecutive parts of the parameter
+        shape: for each dimension, a sum of `_DIMENSIONS`, whose terms are consecutive parts of the parameter
             ("C_q + C_kv + C_kv" for queries, keys, values).
         tp: tensor-parallel rule; None if unknown. A model with such a parameter does not support tensor
             parallelism.
         is_matmul: True for a weight matrix of a matmul with each token's activations: 2 FLOPs per element in the
             forward pass and 4 in the backward pass.
-        when: key of `CONDITIONS`.
+        when: key of `_CONDITIONS`.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Parameter:
 
     def parts(self, config: ModelConfig, dimension: int = 0) -> tuple[int, ...]:
         """Return the sizes of the parts along a dimension."""
-        return tuple(DIMENSIONS[term](config) for term in self.shape[dimension].split(" + "))
+        return tuple(_DIMENSIONS[term](config) for term in self.shape[dimension].split(" + "))
 
     def sizes(self, config: ModelConfig) -> tuple[int, ...]:
         """Return the shape in numbers."""
@@ -184,7 +184,7 @@ BLOCK: list[Parameter] = [
 """Parameters of every block, in the order of `Block.named_parameters`."""
 
 BEFORE: tuple[Parameter, ...] = (Parameter(TABLE, ("V", "C"), "embedding", "vocabulary"),
-                                 Parameter(POSITIONS, ("T", "C"), "embedding", "replicated",
+                                 Parameter(_POSITIONS, ("T", "C"), "embedding", "replicated",
                                            when="learned positions"))
 """Parameters before the blocks. `is_matmul` is False even for a tied embedding, because `matrix_parameter_count`
 always adds the output head."""
@@ -209,9 +209,9 @@ def add_to_block(*rows: Parameter) -> None:
         BLOCK.append(row)
 
 
-def parameters_of(config: ModelConfig, rows: Sequence[Parameter]) -> tuple[Parameter, ...]:
+def _parameters_of(config: ModelConfig, rows: Sequence[Parameter]) -> tuple[Parameter, ...]:
     """Return the rows of the parameters that a model has."""
-    return tuple(row for row in rows if CONDITIONS[row.when](config))
+    return tuple(row for row in rows if _CONDITIONS[row.when](config))
 
 
 def parameter_named(name: str) -> Parameter:
@@ -238,10 +238,10 @@ def unknown_parameter(name: str) -> UserError:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters by name, in the table's order, without a tied head."""
-    block = [(row.name, row.sizes(config)) for row in parameters_of(config, BLOCK)]
-    return {**{row.name: row.sizes(config) for row in parameters_of(config, BEFORE)},
+    block = [(row.name, row.sizes(config)) for row in _parameters_of(config, BLOCK)]
+    return {**{row.name: row.sizes(config) for row in _parameters_of(config, BEFORE)},
             **{f"{_BLOCKS}{layer}.{name}": sizes for layer in range(config.n_layer) for name, sizes in block},
-            **{row.name: row.sizes(config) for row in parameters_of(config, AFTER)}}
+            **{row.name: row.sizes(config) for row in _parameters_of(config, AFTER)}}
 
 
 def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -267,7 +267,7 @@ def _format_shape(shape: tuple[int, ...] | None) -> str:
 
 def count(config: ModelConfig, rows: Sequence[Parameter], tp: int = 1) -> int:
     """Return the number of elements in the rows that a model has, on one of `tp` tensor-parallel ranks."""
-    present = parameters_of(config, rows)
+    present = _parameters_of(config, rows)
     sharded = sum(row.numel(config) for row in present if row.is_sharded)
     return sharded // tp + sum(row.numel(config) for row in present if not row.is_sharded)
 
@@ -288,7 +288,7 @@ def parameter_count(config: ModelConfig) -> int:
     return count(config, BEFORE) + config.n_layer * count(config, BLOCK) + count(config, AFTER)
 
 
-TOLERANCE = 1e-6
+_TOLERANCE = 1e-6
 """Relative tolerance between the formula and torch's counter, which differ only by rounding."""
 
 
@@ -313,7 +313,7 @@ class FlopCount:
     @property
     def is_proven(self) -> bool:
         """True if torch's counter agrees with the formula."""
-        return self.counted is not None and abs(self.counted / self.products - 1) < TOLERANCE
+        return self.counted is not None and abs(self.counted / self.products - 1) < _TOLERANCE
 
     def as_record(self) -> dict[str, float | bool | None]:
         """Return the entry for run.json."""

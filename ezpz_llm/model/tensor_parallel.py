@@ -38,7 +38,7 @@ from ezpz_llm.model.parameters import (
 )
 from ezpz_llm.model.tp_collectives import copy_to_tp_region, gather_last_dim, reduce_from_tp_region, summed
 
-REGIONS = ("attn", "mlp", "lm_head")
+_REGIONS = ("attn", "mlp", "lm_head")
 """Modules that take whole activations and compute with sharded layers."""
 
 
@@ -55,7 +55,7 @@ class Share:
         return start + self.rank * each, start + (self.rank + 1) * each
 
 
-class VocabularyEmbedding(nn.Module):
+class _VocabularyEmbedding(nn.Module):
     """Embedding with this rank's vocabulary rows.
 
     The sum over ranks is exact, because only one rank's term is non-zero.
@@ -86,7 +86,7 @@ class RowParallelLinear(nn.Linear):
         return total if self.bias is None else total + self.bias
 
 
-class ShardedRMSNorm(nn.Module):
+class _ShardedRMSNorm(nn.Module):
     """RMSNorm over a sharded width; ranks communicate only the sums of squares."""
 
     def __init__(self, columns: int, share: Share, eps: float | None, group: ProcessGroup | None) -> None:
@@ -147,7 +147,7 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
     Raises:
         UserError: heads, hidden units or vocabulary are not divisible by `size`, or a parameter has no rule.
     """
-    check_divisible(model.config, size)
+    _check_divisible(model.config, size)
     share = Share(rank, size)
     for name, module in list(model.named_modules()):
         parameters = dict(module.named_parameters(recurse=False))
@@ -161,7 +161,7 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
     if model.config.tied:
         model.lm_head.weight = model.transformer["wte"].weight
     for name, module in list(model.named_modules()):
-        if name.rpartition(".")[2] in REGIONS:
+        if name.rpartition(".")[2] in _REGIONS:
             module.register_forward_pre_hook(lambda _, inputs: (copy_to_tp_region(inputs[0], group), *inputs[1:]))
         if name.endswith("attn.product") and model.config.dropout:
             model.set_submodule(name, RankedDropout(module, rank))
@@ -187,7 +187,7 @@ def gather_logits(model: nn.Module, group: ProcessGroup | None, size: int) -> No
     model.register_forward_hook(whole_logits)
 
 
-def check_divisible(config: ModelConfig, size: int) -> None:
+def _check_divisible(config: ModelConfig, size: int) -> None:
     """Reject a model that cannot be sharded over `size` ranks.
 
     Raises:
@@ -241,7 +241,7 @@ def _shard_layer(name: str, module: nn.Module, rule: TpRule | None, parts: Seque
 def _shard_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]], share: Share,
                 group: ProcessGroup | None) -> nn.Module:
     with module.weight.device:
-        result = ShardedRMSNorm(sum(stop - start for start, stop in parts), share, module.eps, group)
+        result = _ShardedRMSNorm(sum(stop - start for start, stop in parts), share, module.eps, group)
     set_placement(result.weight,
                   Placement(f"{name}.weight", tuple(module.weight.shape), tuple((part,) for part in parts)))
     return result
@@ -251,7 +251,7 @@ def _build_row_shard(rule: TpRule | None, rows: int, columns: int, bias: bool, s
                      group: ProcessGroup | None) -> nn.Module:
     """Create a layer with some rows of the plain layer's weight, which are outputs or vocabulary rows."""
     if rule == "vocabulary":
-        return VocabularyEmbedding(rows, columns, group, share.rank)
+        return _VocabularyEmbedding(rows, columns, group, share.rank)
     if rule == "head":
         return Head(columns, rows, Columns(share.rank, share.size, group))
     return nn.Linear(columns, rows, bias=bias)

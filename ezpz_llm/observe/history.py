@@ -20,7 +20,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 """Phases of a step. Collectives overlap with them, so that spans cannot separate communication."""
 OTHER = "other"
 
-WARMUP_STEPS = 10
+_WARMUP_STEPS = 10
 """Number of first steps that summaries skip; fewer in a run of under 100 steps."""
 
 
@@ -135,7 +135,7 @@ def steady_steps(rows: Rows) -> Rows:
     """Drop the first rows (warm-up, compilation) and the last row (work at the end); if at most three, none."""
     if len(rows) <= 3:
         return rows
-    return rows[min(WARMUP_STEPS, max(1, len(rows) // 10)) : -1]
+    return rows[min(_WARMUP_STEPS, max(1, len(rows) // 10)) : -1]
 
 
 def spread(values: Iterable[float]) -> Spread:

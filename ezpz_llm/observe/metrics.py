@@ -10,6 +10,7 @@ Fields of a line:
 - `lr_G`, `grad_norm_G`, `update_ratio_G` (norm of the update / norm of the parameters) for the groups G `decayed`
   and `others`, on the first step and every `--log-every` steps
 - `skipped` on steps without a parameter update
+- metrics of callbacks, under their own names
 
 A non-finite loss or norm is null, since JSON does not allow NaN.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -210,14 +211,15 @@ class _Step:
     values: torch.Tensor
     measured: Measured | None
     has_tokens: bool = False
-    figures: dict[str, float | None] = field(default_factory=dict)
+    figures: dict[str, float | torch.Tensor | None] = field(default_factory=dict)
 
 
 class MetricsLog:
     """Writer of metrics.jsonl that collects each step's loss and gradient norm on the device until a flush.
 
     All ranks must call `record`, `flush`, `straggler`, and `bubble` at the same steps; rank 0 writes. `flush` is
-    `reduce` followed by `write`, and `record_task` can add to the last line between them. A run that resumes after
+    `reduce` followed by `write`, and `record_task` can add to the last line between them. `latest` is the last
+    reduced line. A run that resumes after
     `first_step` appends to the existing lines, after `trim_history` has dropped later ones.
 
     Args:
@@ -236,11 +238,12 @@ class MetricsLog:
                  tracking: Tracking | None = None) -> None:
         self._run_dir = run_dir
         self._dist = dist
-        self._work = work
+        self.work = work
         self._first_step = first_step
         self._flush_every = flush_every
         self._pending: dict[int, _Step] = {}
         self._reduced: list[dict[str, Any]] = []
+        self.latest: dict[str, Any] = {}
         # Seconds of each step on this rank: data + forward; data + forward + backward; all before the optimizer.
         self._before_collectives, self._busy, self._span = array("d"), array("d"), array("d")
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
@@ -253,7 +256,7 @@ class MetricsLog:
                measured: Measured | None = None, tokens: float | None = None) -> None:
         """Record a finished step's local mean loss and global gradient norm.
 
-        Both are 0-d tensors, copied on the device without a synchronization.
+        Both are 0-d tensors, copied on the device without synchronizing it.
 
         Args:
             measured: other measurements of this step, on all ranks.
@@ -269,13 +272,20 @@ class MetricsLog:
         Raises:
             ValueError: the step was not recorded, or its line has been written.
         """
-        if step not in self._pending:
-            raise ValueError(f"validation of step {step}, which is not waiting to be written")
         self.record_task(step, val_tokens=val_tokens, val_loss=val_loss if is_finite(val_loss) else None)
 
-    def record_task(self, step: int, **figures: float | None) -> None:
-        """Add other evaluation results to the line of `step`, which must be recorded and not yet written."""
-        (self._pending[step].figures if step in self._pending else self._reduced[-1]).update(figures)
+    def record_task(self, step: int, **figures: float | torch.Tensor | None) -> None:
+        """Add other results to the line of `step`. Tensors (0-d) are read when the line is reduced.
+
+        Raises:
+            ValueError: the step was not recorded, or its line has been written.
+        """
+        if step in self._pending:
+            self._pending[step].figures.update(figures)
+        elif self._reduced and self._reduced[-1]["step"] == step:
+            self._reduced[-1].update(_as_numbers(figures))
+        else:
+            raise ValueError(f"step {step} has no line that is waiting to be written")
 
     @property
     def due(self) -> bool:
@@ -314,12 +324,13 @@ class MetricsLog:
         self.reduce(timeline)
         self.write()
 
-    def reduce(self, timeline: StepTimeline, observe: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def reduce(self, timeline: StepTimeline,
+               observe: Callable[[list[dict[str, Any]]], None] | None = None) -> None:
         """Reduce the steps recorded since the last flush, and write all lines but the last. Collective.
 
         Args:
-            observe: called with each line on every rank before it is written, and may add to it. Losses and norms
-                are equal on all ranks; times are the rank's own.
+            observe: called with the lines on every rank before they are written, and may add to them. Losses and
+                norms are equal on all ranks; times are the rank's own.
 
         Raises:
             ValueError: the timeline did not time exactly the recorded steps.
@@ -332,15 +343,16 @@ class MetricsLog:
         lines = [self._line(step, recorded, values, step_times) for (step, recorded), values, step_times
                  in zip(self._pending.items(), self._reduce(), times, strict=True)]
         self._add_measured(lines)
-        if observe is not None:
-            for line in lines:
-                observe(line)
         for step_times in times:
             phases = step_times.phases
             self._before_collectives.append(phases["data"] + phases["forward"])
             self._busy.append(phases["data"] + phases["forward"] + phases["backward"])
             self._span.append(step_times.step_time_s - phases["optimizer"])
-        self._pending, self._reduced = {}, lines
+        self._pending, self._reduced, self.latest = {}, lines, lines[-1]
+        if observe is not None:
+            observe(lines)
+            for line in lines:
+                line.update(_as_numbers(line))
         if self._dist.is_main and lines[:-1]:
             self._dist.side.append(self._run_dir.metrics, lines[:-1])
 
@@ -357,6 +369,11 @@ class MetricsLog:
         first_non_finite = next((line["step"] for line in lines if not is_finite(line["loss"])), None)
         if first_non_finite is not None:
             print(f"warning: the loss is not finite from step {first_non_finite} on", flush=True)
+
+    def close(self, failed: bool) -> None:
+        """Write all queued lines to the trackers and close them; see `Tracking.close`."""
+        if self._tracking:
+            self._tracking.close(failed)
 
     def _add_measured(self, lines: list[dict[str, Any]]) -> None:
         """Add the other measurements to the lines of their steps, summed over ranks in one collective."""
@@ -397,7 +414,7 @@ class MetricsLog:
         torch.distributed.all_reduce(sums)
         *stages, pipeline_s = sums.tolist()
         return Bubble(tuple(1 - seconds / pipeline_s for seconds in stages),
-                      (mesh.pp_size - 1) / (self._work.accumulation + mesh.pp_size - 1))
+                      (mesh.pp_size - 1) / (self.work.accumulation + mesh.pp_size - 1))
 
     def _reduce(self) -> list[list[float]]:
         """Return (loss, gradient norm, tokens) of every pending step, averaged over all ranks in one collective.
@@ -415,7 +432,7 @@ class MetricsLog:
 
     def _line(self, step: int, recorded: _Step, values: list[float], times: StepTimes) -> dict[str, Any]:
         loss, grad_norm, tokens = values
-        rates = self._work.rates(times.step_time_s, tokens * self._work.world_size if recorded.has_tokens else None)
+        rates = self.work.rates(times.step_time_s, tokens * self.work.world_size if recorded.has_tokens else None)
         line: dict[str, Any] = {
             "step": step,
             "loss": loss if is_finite(loss) else None,
@@ -429,15 +446,21 @@ class MetricsLog:
         }
         if rates.mfu is not None:
             self._add_mfu(line, rates.mfu)
-        return {**line, **recorded.figures}
+        return {**line, **_as_numbers(recorded.figures)}
 
     def _add_mfu(self, line: dict[str, Any], mfu: float) -> None:
         """Add the MFU to a line. An MFU above 1 must be wrong: it is omitted and reported once."""
         if mfu <= 1:
             line["mfu"] = mfu
-        elif not self._impossible_mfu and self._dist.is_main and self._work.peak is not None:
+        elif not self._impossible_mfu and self._dist.is_main and self.work.peak is not None:
             self._impossible_mfu = True
-            peak = self._work.peak
+            peak = self.work.peak
             print(f"error: step {line['step']} has an MFU of {mfu:.2f}, which is impossible. The step time, the "
-                  f"{self._work.flops_per_token:.4g} FLOPs per token, or the peak of {peak.flops:.4g} FLOP/s "
+                  f"{self.work.flops_per_token:.4g} FLOPs per token, or the peak of {peak.flops:.4g} FLOP/s "
                   f"({peak.precision}, {peak.device}) is wrong. Omitting mfu for such steps", flush=True)
+
+
+def _as_numbers(figures: Mapping[str, float | torch.Tensor | None]) -> dict[str, float | None]:
+    """Return figures as numbers for JSON, in which NaN and Inf are None. Waits for tensors on a device."""
+    numbers = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in figures.items()}
+    return {name: value if is_finite(value) else None for name, value in numbers.items()}

@@ -29,7 +29,7 @@ from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.rundir import redact
 from ezpz_llm.rundir.records import Device, Environment
 
-PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
+_PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def find_peak(name: str, precision: str, units: int | None = None) -> Peak | Non
     Raises:
         ValueError: the precision is not in PRECISIONS.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}: one of {', '.join(_PRECISIONS)}")
     for part in _PARTS:
         share = 1.0 if units is None else units / part.units
         if not re.search(part.pattern, name) or "MIG" in name or not (share == 1.0 or part.scales):

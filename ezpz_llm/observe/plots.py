@@ -143,7 +143,7 @@ def _figure(title: str, width: int, height: int) -> Any:
 def _figure_text(figure: Any, color: bool, is_ascii: bool, **axes: Sequence[float]) -> str:
     """Return the text of a figure, with round ticks on the axes whose values are given."""
     for axis, values in axes.items():
-        ticks = round_ticks(min(values), max(values))
+        ticks = _round_ticks(min(values), max(values))
         figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
     text = figure.build().string(colorless=not color)
     if is_ascii:
@@ -191,7 +191,7 @@ def _drawable(x: Values, y: Values) -> tuple[list[float], list[float]]:
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def round_ticks(low: float, high: float) -> list[float]:
+def _round_ticks(low: float, high: float) -> list[float]:
     """Return two to eight round numbers between `low` and `high`, or one number if they are equal."""
     if not high - low > abs(high) * 1e-12:
         return [low]

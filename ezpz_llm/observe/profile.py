@@ -112,10 +112,10 @@ class PythonProfile:
         self._side.write(self.path.with_suffix(".txt"), profiler.output_text(unicode=True, color=False))
         self._side.write(self.path, _WEB_FONTS.sub("data:text/css,", profiler.output_html()))
         self._side.write_json(self.path.with_suffix(".json"),
-                              seconds_by_package(profiler.last_session.root_frame()))
+                              _seconds_by_package(profiler.last_session.root_frame()))
 
 
-def seconds_by_package(root: Any) -> dict[str, float]:
+def _seconds_by_package(root: Any) -> dict[str, float]:
     """Return the seconds of pyinstrument's call tree by the package of the innermost function that has a file."""
     seconds = dict.fromkeys((*_PACKAGES, OTHER), 0.0)
     frames = [(root, OTHER)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ezpz_llm.base import apportion, escape_control_characters
 from ezpz_llm.observe.terminal import terminal_width, wants_ascii
 
-TABLE_WIDTH = 100
+_TABLE_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Table:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None,
-          rich: bool = False, width: int = TABLE_WIDTH, marked: Sequence[int] = ()) -> str:
+          rich: bool = False, width: int = _TABLE_WIDTH, marked: Sequence[int] = ()) -> str:
     """Return a table as text that ends in a newline. The first column is left-aligned, others are right-aligned.
 
     Args:

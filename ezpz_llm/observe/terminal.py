@@ -11,18 +11,18 @@ from typing import TextIO
 from ezpz_llm.launch.variables import IN_COLOR, RANK_VARIABLE, TERMINAL_VARIABLE
 
 DEFAULT_WIDTH = 80
-WIDTH_LIMIT = 200
+_WIDTH_LIMIT = 200
 """Maximum width in columns. Wider plots are not easier to read."""
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal in columns, at most WIDTH_LIMIT.
+    """Return the width of the terminal in columns, at most 200.
 
     The width is that in COLUMNS, else launch's, else the terminal's own; 80 without a terminal.
     """
     if not os.environ.get("COLUMNS") and (columns := _columns_from_launch(os.environ)) is not None:
-        return min(WIDTH_LIMIT, columns)
-    return min(WIDTH_LIMIT, shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns or DEFAULT_WIDTH)
+        return min(_WIDTH_LIMIT, columns)
+    return min(_WIDTH_LIMIT, shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns or DEFAULT_WIDTH)
 
 
 def can_redraw(stream: TextIO | None = None, env: Mapping[str, str] | None = None) -> bool:

@@ -82,7 +82,7 @@ class StepWork:
         return self.sequences * self.block_size
 
     def rates(self, step_time_s: float, tokens: float | None = None) -> Rates:
-        """Return the rates for a step time, over all ranks unless they are per device.
+        """Return the rates at a step time: totals over all ranks, and rates per device.
 
         Args:
             tokens: tokens of the step, if the number differs from `self.tokens`.
@@ -132,7 +132,7 @@ _RECENT_STEPS = 20
 
 
 class Progress:
-    """Printer of one aligned line for the last step of a flush and for every step with an evaluation.
+    """Printer of one aligned line per flush, for its last step, and per step with an evaluation.
 
     Loss, learning rate, and gradient norm are those of the step. The step time is the median since the previous
     line, and the rates use this median. The remaining time is estimated from all time since the first line,
@@ -167,7 +167,7 @@ class Progress:
     def tick(self, step: int) -> None:
         """Print the progress between two regular lines: every second on a terminal, every 30 s in a log.
 
-        Uses the clock of this process, without a synchronization of the device.
+        Uses the clock of this process, without synchronizing the device.
         """
         now = self._clock()
         if self._recent and step <= self._recent[-1][0]:
@@ -196,7 +196,7 @@ class Progress:
             print(f"{LIVE_LINE}\r", end="", flush=True)
 
     def show(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Print the progress line for the metrics lines of a flush."""
+        """Print the progress lines of the steps that were just flushed."""
         self.erase()
         for line in lines:
             self._times.append(line["step_time_s"])
@@ -255,7 +255,7 @@ def _fixed(value: float | None, width: int, digits: int) -> str:
     return text if len(text) <= width else f"{value:.2e}"
 
 
-EVALUATION_LIMIT = 0.2
+_EVALUATION_LIMIT = 0.2
 """Fraction of wall time in evaluation above which the summary warns."""
 _MIN_STEPS_TO_LEARN = 20  # steps; a shorter run may end during warm-up
 
@@ -293,7 +293,7 @@ class Summary(Rates):
         """Warnings about implausible or unfavorable numbers."""
         warnings = []
         evaluation = self.wall.get("evaluation", 0.0) / max(sum(self.wall.values()), 1e-9)
-        if evaluation > EVALUATION_LIMIT:
+        if evaluation > _EVALUATION_LIMIT:
             warnings.append(f"evaluation took {evaluation:.0%} of the wall time (increase --eval-every or decrease "
                             "--eval-tokens)")
         if self.mfu is not None and self.mfu > 1:
@@ -326,7 +326,7 @@ def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     step_times = timed.column("step_time_s")
     phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
     step_time = spread(step_times)
-    # A NaN validation loss is null. Its number of tokens shows that the evaluation took place.
+    # A NaN validation loss is stored as null. Its number of tokens shows that the evaluation took place.
     evaluated = rows.select(math.isfinite(tokens) or math.isfinite(loss) for tokens, loss
                             in zip(rows.column("val_tokens"), rows.column("val_loss"), strict=True))
     return Summary(

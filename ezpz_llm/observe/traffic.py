@@ -23,7 +23,7 @@ _SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_a
 
 _NAMES = ("sent", "received", "line_bytes", "overhead_s")
 
-TEXTBOOK_TOLERANCE = 0.05
+_TEXTBOOK_TOLERANCE = 0.05
 """Relative difference up to which measured bytes are treated as equal to the textbook's."""
 
 _REASONS = {
@@ -66,8 +66,8 @@ class Traffic:
 
     @property
     def is_textbook(self) -> bool:
-        """True if the measured bytes differ from the textbook's by at most TEXTBOOK_TOLERANCE."""
-        return abs(self.bytes - self.textbook) <= TEXTBOOK_TOLERANCE * self.textbook
+        """True if the measured bytes differ from the textbook's by at most _TEXTBOOK_TOLERANCE."""
+        return abs(self.bytes - self.textbook) <= _TEXTBOOK_TOLERANCE * self.textbook
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

@@ -19,7 +19,7 @@ from ezpz_llm.rundir import WITH_STEPS, newest_run, write_file
 _IF_NO_RUN = "ezpz-llm report RUN_DIR; ezpz-llm why shows how a run without steps ended"
 _MAX_VALUE_LENGTH = 31  # characters of a setting's value
 
-MAX_RUNS = len(LETTERS)
+_MAX_RUNS = len(LETTERS)
 """Maximum number of runs in a plot."""
 
 
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("no step has been written yet", where=where,
                         instead="the same command after the first progress line, or ezpz-llm why if there is no "
                                 "such line")
-    if len(runs) > MAX_RUNS:
-        raise UserError(f"{len(runs)} runs are too many for one plot", instead=f"at most {MAX_RUNS}")
+    if len(runs) > _MAX_RUNS:
+        raise UserError(f"{len(runs)} runs are too many for one plot", instead=f"at most {_MAX_RUNS}")
     print(report_text(runs, terminal_width(), color=wants_color()), end="")
     if options.html:
         from ezpz_llm.report.run_page import report_page

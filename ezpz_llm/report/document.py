@@ -16,7 +16,7 @@ Part = str | Table | Figure
 
 _STYLE = """
 body { max-width: 72rem; margin: auto; padding: 1rem; font: 16px/1.5 sans-serif; overflow-wrap: anywhere; }
-.table { overflow-x: auto; overflow-wrap: normal; }
+.table { margin-top: 1rem; overflow-x: auto; overflow-wrap: normal; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #d1d9e0; }

@@ -17,7 +17,7 @@ from ezpz_llm.observe.plots import downsample
 from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.report.document import Part, page
-from ezpz_llm.report.figures import COLORS, DASHES, MARKERS, Figure, Panel, bars_figure, name_text
+from ezpz_llm.report.figures import COLORS, DASHES, MARKERS, MAX_VALUE, Figure, Panel, bars_figure, name_text
 from ezpz_llm.report.runs import (
     RESULTS,
     SETTINGS,
@@ -35,8 +35,6 @@ from ezpz_llm.rundir.records import Launch
 
 _POINTS = 300
 """Maximum number of points of a curve."""
-_MAX_VALUE = 1e100
-"""Larger values, which only damaged files contain, leave a gap, because matplotlib cannot scale an axis to them."""
 
 
 def write_own_page(run_dir: RunDir, history: History) -> None:
@@ -120,7 +118,7 @@ class _Curves:
         """Return arrays of positions and values; NaN where a value is missing, or the axis cannot show it."""
         x, y = (np.asarray(steady_steps(values) if self.is_timing else values, float)
                 for values in (self.axis.values(run), run.column(metric)))
-        drawable = (np.abs(y) < _MAX_VALUE) & ((y > 1 / _MAX_VALUE) | (not self.is_log))
+        drawable = (np.abs(y) < MAX_VALUE) & ((y > 1 / MAX_VALUE) | (not self.is_log))
         y = np.where(drawable, self.scale * y, math.nan)
         return x[x >= self.begin], y[x >= self.begin]
 

@@ -228,8 +228,8 @@ def setting_row(run: Run) -> list[str]:
     record = run.record
     started = (record.launch or Launch()).started
     return [run.name, record.settings.model or "-", _short(record.parameters),
-            layout_text(run), str(run.world_size or "-"), str(record.precision or "-"),
-            describe_batch(run), f"{run.step_tokens[-1]:,}" if len(run.rows) else "-", describe_device(run),
+            _layout_text(run), str(run.world_size or "-"), str(record.precision or "-"),
+            _describe_batch(run), f"{run.step_tokens[-1]:,}" if len(run.rows) else "-", _describe_device(run),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "-"]
 
 
@@ -299,7 +299,7 @@ def comparison_sentence(differing: dict[str, list[str]]) -> str:
             "their curves has no single cause.")
 
 
-def layout_text(run: Run) -> str:
+def _layout_text(run: Run) -> str:
     """Return the layout's name and degrees; "-" if unknown."""
     if not run.layout.layout:
         return run.record.settings.ds_config or "-"
@@ -310,7 +310,7 @@ def layout_text(run: Run) -> str:
     return f"{name} ({degrees})" if degrees else name
 
 
-def describe_batch(run: Run) -> str:
+def _describe_batch(run: Run) -> str:
     """Return the global batch and its factors."""
     batch = run.layout.batch
     if batch is None:
@@ -319,7 +319,7 @@ def describe_batch(run: Run) -> str:
             " ranks)")
 
 
-def describe_device(run: Run) -> str:
+def _describe_device(run: Run) -> str:
     """Return the name or type of the ranks' device."""
     device = (run.record.environment or Environment()).device
     return device.name or device.type or "-"
@@ -336,9 +336,9 @@ def _outcomes(run: Run) -> dict[str, str]:
         "data": f"{data.tokenizer or '-'} {(data.fingerprint or '-')[:12]}",
         "precision": run.record.precision,
         "batch": run.layout.batch and run.layout.batch.global_batch,
-        "layout": layout_text(run),
+        "layout": _layout_text(run),
         "ranks": run.world_size,
-        "device": describe_device(run),
+        "device": _describe_device(run),
         **{f"{name} version": versions.get(name) for name in ("torch", "deepspeed", "ezpz_llm")},
     })
 

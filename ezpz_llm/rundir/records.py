@@ -127,7 +127,7 @@ class Data(Struct, frozen=True):
 
 
 class Memory(Struct, frozen=True):
-    """`memory` in run.json, in bytes, each on the rank that uses most of it; see trainer/memory_table.py."""
+    """`memory` in run.json, in bytes, each on the rank that uses most of it; see `Memory` of memory_watch.py."""
 
     expected: dict[str, float] = {}
     elsewhere: dict[str, float] = {}
@@ -255,11 +255,20 @@ class Staging(Struct, frozen=True):
     archives: list[Archive]
 
 
+class Finding(Struct, frozen=True):
+    """Member of `findings`; see `ezpz_llm.check.findings.Finding`."""
+
+    level: str
+    topic: str
+    found: str
+    instead: str = ""
+
+
 class SmokeTest(Struct, frozen=True):
     """`test_dist` in run.json: the results of the smoke test."""
 
-    healthy: bool
-    reasons: list[str]
+    fit: bool
+    findings: list[Finding]
     held_out_loss: dict[str, float]
     reductions: list[dict[str, Any]]
     spread: dict[str, dict[str, float]]
@@ -294,6 +303,8 @@ class RunRecord(Struct, frozen=True):
     peak: dict[str, Any] | None = None
     ceiling: dict[str, Any] | None = None
     trackers: dict[str, TrackerRun] = {}
+    callbacks: dict[str, str] = {}
+    """Package of each added callback, by the callback's name."""
 
     startup: Startup | None = None
     checks: list[str] = []

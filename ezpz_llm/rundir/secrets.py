@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HIDDEN = "[redacted]"
+_HIDDEN = "[redacted]"
 
 _IN_CAPITALS = re.compile(
     r"TOKEN(?!IZER)|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(^|_)AUTHORIZATION|(^|_)(AUTH|PASS|JWT|PAT)$|_PWD$")
@@ -58,7 +58,7 @@ def redact(value: Any, name: str = "") -> Any:
             return redact_words(value)
         return [redact(member, name) for member in value]
     if isinstance(value, str) and _is_secret_name(name):
-        return HIDDEN
+        return _HIDDEN
     return value
 
 
@@ -79,7 +79,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
     is_secret = False
     for word in words:
         if is_secret and not word.startswith("-"):
-            redacted.append(HIDDEN)
+            redacted.append(_HIDDEN)
             is_secret = False
             continue
         redacted.append(_redact_word(word))
@@ -90,7 +90,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
 def _redact_word(word: str) -> str:
     whole = _SINGLE_ASSIGNMENT.match(word)
     if whole and _ends_in_secret_word(whole["name"]):
-        return f"{whole['before']}{HIDDEN}"
+        return f"{whole['before']}{_HIDDEN}"
 
     count = 0
 
@@ -99,12 +99,12 @@ def _redact_word(word: str) -> str:
         nonlocal count
         count += 1
         if count > _MAX_ASSIGNMENTS:
-            return HIDDEN
+            return _HIDDEN
         if not _ends_in_secret_word(assigned["name"]):
             # The value may be an assignment itself: `--env=HF_TOKEN=XYZ`.
             return f"{assigned['name']}{assigned['by']}{_ASSIGNMENT.sub(without_value, assigned['value'])}"
         quote = assigned["value"][0] if assigned["value"][0] in "\"'" else ""
-        return f"{assigned['name']}{assigned['by']}{quote}{HIDDEN}{quote}"
+        return f"{assigned['name']}{assigned['by']}{quote}{_HIDDEN}{quote}"
 
     return _hide_tokens(_ASSIGNMENT.sub(without_value, word))
 
@@ -114,8 +114,8 @@ def _ends_in_secret_word(name: str) -> bool:
 
 
 def _hide_tokens(text: str) -> str:
-    text = _IN_URL.sub(rf"\1{HIDDEN}@", text)
-    return _TOKEN_FORMATS.sub(HIDDEN, _BEARER.sub(rf"\1{HIDDEN}", text))
+    text = _IN_URL.sub(rf"\1{_HIDDEN}@", text)
+    return _TOKEN_FORMATS.sub(_HIDDEN, _BEARER.sub(rf"\1{_HIDDEN}", text))
 
 
 def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -147,6 +147,6 @@ def hide(value: Any, secrets: Sequence[str]) -> Any:
         return [hide(member, secrets) for member in value]
     if isinstance(value, str):
         for secret in secrets:
-            value = value.replace(secret, HIDDEN)
+            value = value.replace(secret, _HIDDEN)
         return _hide_tokens(value)
     return value

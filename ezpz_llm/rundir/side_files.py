@@ -22,7 +22,7 @@ from ezpz_llm.rundir.files import RunDir, append_lines, json_text, write_atomic
 
 MAX_WAITING = 100_000
 """Limit on pending lines and writes per path, about 50 MB of metrics. Further ones are dropped."""
-FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 _END_WITHIN_S = 5.0
 """Longest wait for a hanging write at the end of a run."""
 
@@ -55,7 +55,7 @@ class SideFiles:
     failed writes, so that no step waits for them. `close` retries one last time.
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None, first_retry_s: float = FIRST_RETRY_S) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None, first_retry_s: float = _FIRST_RETRY_S) -> None:
         self._say = say or _print_to_stderr
         self._first_retry_s = first_retry_s
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class SideFiles:
     def _keep_trying(self) -> None:
         pause = self._first_retry_s
         while not self._closing.wait(pause):
-            pause = self._first_retry_s if self._retry() else min(2 * pause, LONGEST_RETRY_S)
+            pause = self._first_retry_s if self._retry() else min(2 * pause, _LONGEST_RETRY_S)
 
     def _retry(self) -> bool:
         """Retry each path's writes in order. Return True if no writes are pending."""

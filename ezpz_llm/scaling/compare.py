@@ -46,7 +46,7 @@ class Comparison:
 
     Attributes:
         pairs: points of the same mode, layout and size.
-        only_in: for each study, names of the points that only it has.
+        only_in: for each study, the points that the other study does not have.
         differences: settings and variables with each study's value.
     """
 
@@ -56,7 +56,7 @@ class Comparison:
     differences: dict[str, tuple[str, str]]
 
     def as_record(self) -> dict[str, Any]:
-        """Return the comparison for JSON."""
+        """Return the comparison as JSON values."""
         return {
             "studies": list(self.names), "confidence": CONFIDENCE,
             "points": [{"point": pair.first.name, "tokens_per_second": [pair.first.tokens_per_second,
@@ -72,12 +72,12 @@ def compare(first: Findings, second: Findings) -> Comparison:
     """Compare two studies.
 
     Raises:
-        UserError: the studies have no point in common.
+        UserError: the studies have no points in common.
     """
     points_a, points_b = ({_key(point): point for point in study.points if point.good} for study in (first, second))
     common = [key for key in points_a if key in points_b]
     if not common:
-        raise UserError("the studies have no point in common", where=f"{first.name}, {second.name}",
+        raise UserError("the studies have no points in common", where=f"{first.name}, {second.name}",
                         instead="studies of the same mode, layout and sizes")
     pairs = []
     for key in common:

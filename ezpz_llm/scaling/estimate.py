@@ -41,7 +41,7 @@ def estimate(study: Study, folder: Path, runs: Sequence[tuple[Point, int]], earl
     """
     measured = [seconds for point in study.points for repeat in range(study.repeats)
                 if (seconds := _duration_s(folder, point, repeat)) is not None]
-    speed = None if measured else newest_speed(earlier, study.points[0].command)
+    speed = None if measured else _newest_speed(earlier, study.points[0].command)
     if measured:
         seconds_of = dict.fromkeys((point.name for point, _ in runs), statistics.mean(measured))
         source = f"from {len(measured)} run{'' if len(measured) == 1 else 's'} of this study"
@@ -56,7 +56,7 @@ def estimate(study: Study, folder: Path, runs: Sequence[tuple[Point, int]], earl
     return f"{clock_with_days(math.ceil(total_s))} in total, {node_s / 3600:.3g} node-hours ({source})"
 
 
-def newest_speed(folder: Path, command: Sequence[str]) -> Speed | None:
+def _newest_speed(folder: Path, command: Sequence[str]) -> Speed | None:
     """Return the speed of the newest run of the same model in `folder`.
 
     The result is None if there is no such run, or for a user's script.

@@ -24,9 +24,9 @@ from ezpz_llm.launch.option_parsing import (
     whole,
 )
 
-EXAMPLE = "ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train"
-MODES = ("weak", "strong", "both")
-SUBJECTS = ("scaling", "layouts")
+_EXAMPLE = "ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train"
+_MODES = ("weak", "strong", "both")
+_SUBJECTS = ("scaling", "layouts")
 _TRAINER = "ezpz_llm.train"
 _LAUNCH_WORDS = (("launch",), ("ezpz-llm", "launch"))
 
@@ -90,11 +90,11 @@ _OPTIONS = (
     Option(("--ranks",), "ranks", "sizes of the points in ranks on one node, in place of --nodes: 1,2", "LIST",
            _SIZES),
     Option(("--mode",), "mode", "weak (fixed batch per device, the default), strong (fixed global batch), both",
-           "M", one_of(MODES)),
+           "M", one_of(_MODES)),
     Option(("--ds-config",), "ds_configs", "layouts to compare: zero1,zero3 (default: the command's)", "LIST",
            _NAMES),
     Option(("--what",), "what", "scaling (the default), or layouts: one size, many ds_configs", "WHAT",
-           one_of(SUBJECTS)),
+           one_of(_SUBJECTS)),
     Option(("--repeats",), "repeats", "runs of each point (3)", "K", whole(1, MAX_REPEATS)),
     Option(("--seed",), "seed", "seed of the random order of the runs (0)", "N", whole(0, 2**32 - 1)),
     Option(("--study",), "folder", "folder of the study (default: runs/scale-<stamp>); continue an existing study",
@@ -117,7 +117,7 @@ def parse(words: Sequence[str]) -> Options:
     Raises:
         UserError: an option is unknown, a value is missing or invalid, or a study cannot run the command.
     """
-    values, command_words = split_options(words, _OPTIONS, EXAMPLE + " {option}")
+    values, command_words = split_options(words, _OPTIONS, _EXAMPLE + " {option}")
     if values.get("help"):
         return Options(help=True)
     if not command_words:
@@ -141,7 +141,7 @@ def parse(words: Sequence[str]) -> Options:
 def _options_to_continue(values: dict[str, Any]) -> Options:
     """Return the options for an existing study, whose definition is stored in its folder."""
     if "folder" not in values:
-        raise UserError("no training command", instead=EXAMPLE)
+        raise UserError("no training command", instead=_EXAMPLE)
     fixed = values.keys() & {"nodes", "ranks", "mode", "ds_configs", "what", "repeats", "seed"}
     if fixed:
         raise UserError("the definition of a study cannot change after its start",
@@ -192,7 +192,7 @@ def _split_launch(words: tuple[str, ...]) -> tuple[LaunchOptions, tuple[str, ...
     target = read_command(launch.command)
     if target.module not in (_TRAINER, None):
         raise UserError(f"a study runs {_TRAINER} or your own script, not {' '.join(launch.command[:3])}",
-                        instead=EXAMPLE)
+                        instead=_EXAMPLE)
     for option, reason in (("--run-dir", "each run gets its own"), ("--resume", "each run starts at step 1")):
         if value_of(target.arguments, option) is not None:
             raise UserError(f"{option} is not supported in a study: {reason}", where="the command after --",

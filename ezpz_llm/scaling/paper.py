@@ -52,13 +52,13 @@ def write_paper(findings: Findings, folder: Path, width: float = PAGE) -> list[P
         curves = [curve for curve in findings.curves if curve.mode == mode]
         paths += write_figures(folder, [replace(scaling_figure(curves), width=width)])
         paths.append(folder / f"scaling-{mode}.tex")
-        write_file(paths[-1], latex_table(curves))
+        write_file(paths[-1], _latex_table(curves))
     paths.append(folder / "paragraph.tex")
     write_file(paths[-1], "\n\n".join(paragraph(findings, curve) for curve in findings.curves) + "\n")
     return paths
 
 
-def latex_table(curves: Sequence[Curve]) -> str:
+def _latex_table(curves: Sequence[Curve]) -> str:
     """Return a booktabs table; a comment at the end of each row names the point of the study."""
     rows = [f"{curve.ds_config.translate(_ESCAPED)} & {curve.size(point)} & {point.ranks} & "
             f"{1e3 * point.step_time.value:.1f} & {point.tokens_per_second:,.0f} & "

@@ -39,7 +39,7 @@ def report(folder: Path, at: Sequence[int] = ()) -> None:
     findings = find(folder, at)
     print(findings_text(findings, terminal_width(), color=wants_color()))
     write_file(folder / "report.json", json.dumps(as_record(findings), indent=2) + "\n")
-    write_file(folder / "report.csv", as_csv(findings))
+    write_file(folder / "report.csv", _as_csv(findings))
     try:
         require_package("matplotlib", "the page", "figures")
     except UserError as error:
@@ -114,7 +114,7 @@ def as_record(findings: Findings) -> dict[str, Any]:
     }
 
 
-def as_csv(findings: Findings) -> str:
+def _as_csv(findings: Findings) -> str:
     """Return CSV with COLUMNS and a line per point; unknown values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -176,11 +176,11 @@ def findings_text(findings: Findings, width: int, *, color: bool) -> str:
             text += "\n" + (table(part.title, part.columns, part.rows, rich=color) if part.columns else "")
             text += _wrapped(part.notes, width)
         if section.curves:
-            text += "\n" + efficiency_plot(section.curves, width, color=color)
+            text += "\n" + _efficiency_plot(section.curves, width, color=color)
     return text
 
 
-def efficiency_plot(curves: Sequence[Curve], width: int, *, color: bool) -> str:
+def _efficiency_plot(curves: Sequence[Curve], width: int, *, color: bool) -> str:
     """Plot the efficiency of the curves of one mode, each with its letter."""
     drawn, keys = [], []
     for i, curve in enumerate(curves):

@@ -41,13 +41,13 @@ def sections(findings: Findings) -> list[Section]:
     report = []
     for mode in ("weak", "strong"):
         if curves := tuple(curve for curve in findings.curves if curve.mode == mode):
-            report.append(Section(f"{mode.capitalize()} scaling", tuple(map(curve_table, curves)), curves))
+            report.append(Section(f"{mode.capitalize()} scaling", tuple(map(_curve_table, curves)), curves))
     if findings.contests:
-        report.append(Section("Layouts compared", tuple(map(contest_table, findings.contests))))
+        report.append(Section("Layouts compared", tuple(map(_contest_table, findings.contests))))
     measured = tuple(point for point in findings.points if point.good)
-    report.append(Section("Step-time breakdown", (split_table(measured),), points=measured))
+    report.append(Section("Step-time breakdown", (_split_table(measured),), points=measured))
     if findings.curves:
-        report.append(Section("Extrapolation, not measured", (extrapolation_table(findings),)))
+        report.append(Section("Extrapolation, not measured", (_extrapolation_table(findings),)))
     failed = tuple((repeat.point, str(repeat.repeat), repeat.error, repeat.run_dir)
                    for point in findings.points for repeat in point.repeats if repeat.error is not None)
     if failed:
@@ -56,7 +56,7 @@ def sections(findings: Findings) -> list[Section]:
     return report
 
 
-def curve_table(curve: Curve) -> Table:
+def _curve_table(curve: Curve) -> Table:
     """Return the table of throughput and efficiency of a curve."""
     by_nodes, is_strong = curve.unit == "nodes", curve.mode == "strong"
     columns = (*(("nodes",) if by_nodes else ()), "ranks", "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
@@ -72,10 +72,10 @@ def curve_table(curve: Curve) -> Table:
              f"{first.global_batch / curve.base.ranks:g} sequences of {first.block_size} tokens per step and "
              "device")
     title = f"{curve.mode.capitalize()} scaling, {curve.ds_config}: {batch} at every size"
-    return Table(title, columns, tuple(rows), curve_notes(curve))
+    return Table(title, columns, tuple(rows), _curve_notes(curve))
 
 
-def split_table(points: Sequence[Measured]) -> Table:
+def _split_table(points: Sequence[Measured]) -> Table:
     """Return the table of step-time breakdown, memory and slowest rank."""
     rows = []
     for point in points:
@@ -90,7 +90,7 @@ def split_table(points: Sequence[Measured]) -> Table:
                   "CPU GiB", "slowest rank"), tuple(rows))
 
 
-def contest_table(contest: Sequence[Measured]) -> Table:
+def _contest_table(contest: Sequence[Measured]) -> Table:
     """Return the table of layouts at one size, each relative to the fastest."""
     best = contest[0]
     rows = []
@@ -107,7 +107,7 @@ def contest_table(contest: Sequence[Measured]) -> Table:
         (STEPS_ONLY,) * any(point.step_time.basis == "steps" for point in contest))
 
 
-def extrapolation_table(findings: Findings) -> Table:
+def _extrapolation_table(findings: Findings) -> Table:
     """Return the table of extrapolated step times, with the fits and the reasons for missing rows as notes."""
     rows = tuple((at.fit.curve.name, f"{at.size} {at.fit.curve.unit}", str(at.ranks), f"{at.seconds * 1e3:.1f}",
                   format_number(at.tokens_per_second), f"{at.efficiency:.1%}",
@@ -115,10 +115,10 @@ def extrapolation_table(findings: Findings) -> Table:
                  for at in findings.extrapolations)
     columns = ("curve", "size", "ranks", "step ms", "tok/s", "efficiency", "residual")
     return Table(f"Extrapolation, not measured: {FORMULA}", columns if rows else (), rows,
-                 (*map(fit_note, findings.fits), *findings.not_extrapolated))
+                 (*map(_fit_note, findings.fits), *findings.not_extrapolated))
 
 
-def fit_note(fit: Fit) -> str:
+def _fit_note(fit: Fit) -> str:
     """Return the terms of a fit and its residual as a sentence."""
     sizes = len(fit.curve.points)
     residual = (f"no residual, because {sizes} sizes determine {sizes} terms" if fit.is_exact else
@@ -155,7 +155,7 @@ def _resource_cells(point: Measured) -> tuple[str, ...]:
             *(f"{peak / 2**30:.2f}" if peak else "-" for peak in peaks))
 
 
-def curve_notes(curve: Curve) -> tuple[str, ...]:
+def _curve_notes(curve: Curve) -> tuple[str, ...]:
     """Return the notes of a curve, including the causes of each efficiency above 100 %."""
     superlinear = [f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}"
                    for point in curve.points if (causes := explain_superlinear(curve, point))]

@@ -13,7 +13,7 @@ from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import DEFAULT
 from ezpz_llm.rundir import RunDir
 
-DEFAULT_BATCH = 64
+_DEFAULT_BATCH = 64
 MIN_STEPS = 10
 
 _DESCRIPTION = """Check that this allocation is healthy: test every rank's all-reduces, then train a small MLP.
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
                          help="the parallel layout (%(default)s)")
     command.add_argument("--steps", type=int, default=100, metavar="N", help="iterations (%(default)s)")
     command.add_argument("--batch", type=int, metavar="N",
-                         help=f"samples per rank and micro-step (default: the ds_config's, or {DEFAULT_BATCH})")
+                         help=f"samples per rank and micro-step (default: the ds_config's, or {_DEFAULT_BATCH})")
     command.add_argument("--seed", type=int, default=0, metavar="N",
                          help="seed of the weights, the target map and the samples (%(default)s)")
     command.add_argument("--device", default="auto", choices=("auto", *DEVICES),
@@ -60,7 +60,7 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
     resolved = resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch,
                                precision="fp32", device=options.device,
                                sources={"precision": DEFAULT, "clip": DEFAULT},
-                               default_micro_batch=DEFAULT_BATCH))
+                               default_micro_batch=_DEFAULT_BATCH))
     layout = resolved.layout
     if layout.tp * layout.pp * layout.sp > 1 or layout.zero.tiled:
         raise UserError(f"layout {layout.describe(world_size)} requires a GPT, but test_dist trains an MLP",

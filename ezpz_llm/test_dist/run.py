@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.base import count_noun
+from ezpz_llm.check.findings import Finding, findings_text, is_fit, verdict
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
 from ezpz_llm.dist.seeds import seed_for
@@ -31,11 +32,11 @@ from ezpz_llm.observe.history import spread
 from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.rundir import RunDir, append_line, write_atomic
-from ezpz_llm.rundir.records import Environment, SmokeTest, update_record
+from ezpz_llm.rundir.records import Environment, Finding as FindingRecord, SmokeTest, update_record
 from ezpz_llm.test_dist.options import reject_used_directory
 from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
 
-LEGEND = """
+_LEGEND = """
 loss: mean squared error over all ranks' samples; sps: samples per second over all ranks;
 dt: milliseconds of the iteration on rank 0, of which dtf: forward, dtb: backward"""
 
@@ -72,7 +73,7 @@ def description(dist: Dist, resolved: Resolved, environment: Environment,
         ("layout", f"{resolved.layout.name}, {resolved.precision}"),
         ("batch", f"{count_noun(batch.global_batch, 'sample')} ({batch.micro_batch} per rank x "
                   f"{count_noun(batch.accumulation, 'micro-step')} x {count_noun(batch.dp_size, 'rank')})"),
-        ("model", f"MLP {'-'.join(map(str, WIDTHS))}"),
+        ("model", f"MLP {'-'.join(map(str, _WIDTHS))}"),
         ("versions", ", ".join(f"{name} {versions[name]}"
                                for name in ("python", "torch", "deepspeed", "mpi4py", "ezpz_llm"))),
         ("imports", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in import_seconds.items())),
@@ -82,7 +83,7 @@ def description(dist: Dist, resolved: Resolved, environment: Environment,
     return "\n" + "\n".join(f"{name:<10}{text}" for name, text in rows) + "\n"
 
 
-def reductions_table(results: list[Reduction]) -> str:
+def _reductions_table(results: list[Reduction]) -> str:
     """Return the table of all-reduces, one row per kind of group and size."""
     if not results:
         return "all-reduce: one rank, nothing to test"
@@ -105,14 +106,14 @@ def _binary(size: int) -> str:
     return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
 
 
-def iteration_line(line: dict[str, Any]) -> str:
+def _iteration_line(line: dict[str, Any]) -> str:
     """Return the line to print for an iteration."""
     loss, sps, dt, dtf, dtb = (metric.values([line])[0] for metric in _METRICS)
     return (f"iter={line['step']} loss={'nan' if loss is None else format(loss, '.5f')} sps={sps:.1f} dt={dt:.2f} "
             f"dtf={dtf:.2f} dtb={dtb:.2f}")
 
 
-def metric_spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def _metric_spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return the median and 10 % and 90 % quantiles of each metric but the loss, without first and last
     iteration."""
     return {metric.name: asdict(spread([value for value in metric.values(lines[1:-1]) if value is not None]))
@@ -120,8 +121,8 @@ def metric_spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def closing_text(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float, float], profile: Path | None,
-                 reasons: list[str]) -> str:
-    """Return plots, the table of medians, paths of files, problems, and the result.
+                 findings: list[Finding], world_size: int) -> str:
+    """Return plots, the table of medians, paths of files, findings, and the verdict.
 
     Args:
         held_out: loss before and after training, on the same held-out samples.
@@ -136,17 +137,15 @@ def closing_text(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[f
         write_atomic(run_dir.plots / f"{metric.name}.txt", plain)
         parts.append(series_plot(x, y, metric.name, "iter", metric.unit, width, color=True) if color else plain)
     rows = [(name, *(f"{points[point]:.2f}" for point in ("median", "low", "high")))
-            for name, points in metric_spreads(lines).items()]
+            for name, points in _metric_spreads(lines).items()]
     parts.append(table(f"Iterations 2 to {len(lines) - 1}", ("", "median", "10 %", "90 %"), rows, rich=color))
     parts += [f"loss      {held_out[0]:.5f} -> {held_out[1]:.5f} (on the same samples before and after)",
-              f"profile   {profile}" if profile else "", f"run dir   {run_dir.path}",
-              *(f"error: {reason}" for reason in reasons),
-              "unhealthy" if reasons else
-              "healthy: the loss decreased, and every rank's sums and weights are correct"]
+              f"profile   {profile}" if profile else "", f"run dir   {run_dir.path}", findings_text(findings),
+              verdict("test_dist", findings, f"sums, weights, and loss of {count_noun(world_size, 'rank')}")]
     return "\n".join(filter(None, parts))
 
 
-WIDTHS = (128, 1024, 512, 256, 128, 128)
+_WIDTHS = (128, 1024, 512, 256, 128, 128)
 _HELD_OUT = 2**24 - 1  # no data-parallel rank has this number
 
 
@@ -161,7 +160,7 @@ class Mlp(nn.Module):
         # Seed only the initialization of this model and keep the state of the global generator.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_for(seed, "init") % 2**63)
-            layers = [nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)]
+            layers = [nn.Linear(a, b) for a, b in itertools.pairwise(_WIDTHS)]
         self.layers = nn.Sequential(*itertools.chain.from_iterable((layer, nn.ReLU()) for layer in layers[:-1]),
                                     layers[-1])
 
@@ -175,13 +174,13 @@ class Samples:
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(seed_for(seed, "init", 1) % 2**63)
-        self._map = torch.randn(WIDTHS[0], WIDTHS[-1], generator=generator) / WIDTHS[0] ** 0.5
+        self._map = torch.randn(_WIDTHS[0], _WIDTHS[-1], generator=generator) / _WIDTHS[0] ** 0.5
         self._generator = torch.Generator().manual_seed(seed_for(seed, "data", dp_rank) % 2**63)
         self._device = device
 
     def take(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the next `count` samples on the device, (count, 128) each."""
-        inputs = torch.randn(count, WIDTHS[0], generator=self._generator)
+        inputs = torch.randn(count, _WIDTHS[0], generator=self._generator)
         return inputs.to(self._device), (inputs @ self._map).to(self._device)
 
 
@@ -190,9 +189,9 @@ def held_out(seed: int, device: torch.device) -> Samples:
     return Samples(seed, _HELD_OUT, device)
 
 
-FLUSH_EVERY = 10
-HELD_OUT_SAMPLES = 256
-MIN_LOSS_DECREASE = 0.01
+_FLUSH_EVERY = 10
+_HELD_OUT_SAMPLES = 256
+_MIN_LOSS_DECREASE = 0.01
 """Required relative decrease of the loss.
 
 Ten iterations decrease it by four times as much, and evaluation on the same samples adds no noise.
@@ -200,6 +199,9 @@ Ten iterations decrease it by four times as much, and evaluation on the same sam
 
 _AGREE = 1e-3
 """Relative tolerance of ranks' losses on the same samples; a larger difference means different weights."""
+
+_ONE_RANK = "check the device and the links of that node (launch --preflight), or exclude it (launch --hosts)"
+_ALL_RANKS = "find out whether the layout or the device is the cause: --ds-config ddp, --device cpu"
 
 
 def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: int, lr: float,
@@ -210,7 +212,7 @@ def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: in
     lines: list[dict[str, Any]] = []
     losses: list[torch.Tensor] = []
     if dist.is_main:
-        print(LEGEND, flush=True)
+        print(_LEGEND, flush=True)
     for step in range(steps):
         heartbeat.beat(TRAINING, step)
         if profile:
@@ -221,7 +223,7 @@ def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: in
         losses.append(loss)
         if profile:
             profile.after_step(step)
-        if len(losses) == FLUSH_EVERY or step == steps - 1:
+        if len(losses) == _FLUSH_EVERY or step == steps - 1:
             lines += _flush(losses, timeline, len(lines), batch.global_batch, dist)
             losses = []
     return lines
@@ -246,19 +248,19 @@ def _flush(losses: list[torch.Tensor], timeline: StepTimeline, completed_steps: 
     if dist.is_main:
         for line in lines:
             append_line(dist.run_dir.metrics, line)
-            print(iteration_line(line), flush=True)
+            print(_iteration_line(line), flush=True)
     return lines
 
 
 def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
     """Return the loss on fixed samples, which are the same on every rank. Collective."""
     with engine.evaluating():
-        return engine.module(*held_out(seed, dist.device).take(HELD_OUT_SAMPLES)).item()
+        return engine.module(*held_out(seed, dist.device).take(_HELD_OUT_SAMPLES)).item()
 
 
 def find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
-                  wrong_kinds: list[str]) -> list[str]:
-    """Return a sentence for each problem on any rank; the same list on every rank. Collective.
+                  wrong_kinds: list[str]) -> list[Finding]:
+    """Return the problems of all ranks; the same list on every rank. Collective.
 
     Args:
         before, after: this rank's `held_out_loss` before and after training.
@@ -266,18 +268,20 @@ def find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after:
     """
     # Do not use an all-reduce, which may be broken.
     ranks = all_gather(dist, (dist.rank, after, wrong_kinds))
-    reasons = [f"rank {rank} got wrong sums in all-reduces ({', '.join(kinds)})"
-               for rank, _, kinds in ranks if kinds]
+    findings = [Finding("bad", "sums", f"rank {rank} got wrong sums in all-reduces ({', '.join(kinds)})", _ONE_RANK)
+                for rank, _, kinds in ranks if kinds]
     reference = ranks[0][1]
     first_non_finite = next((line["step"] for line in lines if line["loss"] is None), None)
     if first_non_finite is not None:
-        reasons.append(f"the loss is NaN or Inf from iteration {first_non_finite}")
-    elif not reference < before * (1 - MIN_LOSS_DECREASE):
-        reasons.append(f"the loss did not decrease: {before:.6g} before training, {reference:.6g} after it, on the "
-                       "same samples")
-    reasons += [f"rank {rank} has different weights than rank 0: losses of {loss:.6g} and {reference:.6g} on the "
-                "same samples" for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
-    return reasons
+        findings.append(Finding("bad", "loss", f"the loss is NaN or Inf from iteration {first_non_finite}",
+                                _ALL_RANKS))
+    elif not reference < before * (1 - _MIN_LOSS_DECREASE):
+        findings.append(Finding("bad", "loss", f"the loss did not decrease: {before:.6g} before training, "
+                                               f"{reference:.6g} after it, on the same samples", _ALL_RANKS))
+    findings += [Finding("bad", "weights", f"rank {rank} has different weights than rank 0: losses of {loss:.6g} "
+                                           f"and {reference:.6g} on the same samples", _ONE_RANK)
+                 for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
+    return findings
 
 
 TIMEOUT_S = 600.0
@@ -308,21 +312,23 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
             print(description(dist, resolved, environment, import_seconds), flush=True)
         measured = measure_reductions(dist)
         if dist.is_main:
-            print(reductions_table(measured), flush=True)
+            print(_reductions_table(measured), flush=True)
         profile = PythonProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
         before = held_out_loss(engine, dist, options.seed)
         lines = train(engine, dist, heartbeat, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
         heartbeat.beat(ENDING, options.steps)
         after = held_out_loss(engine, dist, options.seed)
         wrong_kinds = dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)
-        reasons = find_problems(dist, lines, before, after, list(wrong_kinds))
+        findings = find_problems(dist, lines, before, after, list(wrong_kinds))
         if dist.is_main:
             update_record(dist.run_dir, test_dist=SmokeTest(
-                healthy=not reasons, reasons=reasons, held_out_loss={"before": before, "after": after},
-                reductions=[asdict(result) for result in measured], spread=metric_spreads(lines)))
-            print(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, reasons), flush=True)
+                fit=is_fit(findings), findings=[FindingRecord(**asdict(finding)) for finding in findings],
+                held_out_loss={"before": before, "after": after},
+                reductions=[asdict(result) for result in measured], spread=_metric_spreads(lines)))
+            print(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, findings,
+                               dist.world_size), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
-    return 1 if reasons else 0
+    return 0 if is_fit(findings) else 1
 
 
 def _engine(resolved: Resolved, dist: Dist, seed: int, import_seconds: dict[str, float]) -> Engine:

@@ -16,6 +16,7 @@ from ezpz_llm.launch.addresses import is_local_address
 from ezpz_llm.launch.devices import has_no_accelerator
 from ezpz_llm.launch.precheck import CheckReport, read_places
 from ezpz_llm.layout.layout import Places
+from ezpz_llm.trainer.callbacks.callback import Callback
 from ezpz_llm.trainer.check_report import explain_plan, setting_warnings, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
@@ -23,7 +24,7 @@ from ezpz_llm.trainer.resume import find_resume_point
 from ezpz_llm.trainer.resume_changes import resume_warning
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     """Run the command and return its exit code. torch is imported only after the options are checked."""
     if {"--check", "--json"} <= set(argv):
         return _check_as_json(argv)
@@ -37,9 +38,10 @@ def main(argv: Sequence[str]) -> int:
         for text in report.warnings:
             print(text, file=sys.stderr)
         return 0
+    from ezpz_llm.trainer.callbacks.installed_callbacks import installed_callbacks
     from ezpz_llm.trainer.run import run
 
-    return run(options)
+    return run(options, [*installed_callbacks(), *callbacks])
 
 
 def _check_as_json(argv: Sequence[str]) -> int:

@@ -72,10 +72,10 @@ def expected_end(steps_left: int, step_s: float, now: float, width: int) -> str:
     left_s = steps_left * step_s
     clock = time.strftime("%H:%M" if left_s < 43200 else "%a %d %b %H:%M", time.localtime(now + left_s))
     return align_rows([("end",
-                        f"expected at {clock}, in {format_duration(left_s)} ({short_time(step_s)} per step, "
+                        f"expected at {clock}, in {format_duration(left_s)} ({_short_time(step_s)} per step, "
                         "without evaluations)")], width)
 
 
-def short_time(seconds: float) -> str:
+def _short_time(seconds: float) -> str:
     """Format a step time with three digits: 58.6 ms, 2.32 s."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

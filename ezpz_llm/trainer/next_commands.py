@@ -22,11 +22,11 @@ def next_commands(session: Session) -> str:
     run_dir = shlex.quote(_relative_to_cwd(session.dist.run_dir.path))
     commands = [("see its curves", f"ezpz-llm report {run_dir}"),
                 ("see where the time went", f"ezpz-llm explain {run_dir}")]
-    if session.saved_step is not None:
-        prompt = _prompt_option(session.data.tokenizer)
+    if session.checkpoints.latest_step is not None:
+        prompt = _prompt_option(session.data.tokens.tokenizer)
         commands.append(("write text with it", f"ezpz-llm generate {run_dir}{prompt}"))
         # A failed run would fail again if it were resumed.
-        if not (session.failed or session.spikes.last_loss_non_finite):
+        if not (session.has_failed or session.spikes.last_loss_non_finite):
             commands.append(("train it further", _resume_command(session, run_dir)))
     width = max(len(purpose) for purpose, _ in commands)
     return "next\n" + "".join(f"  {purpose:<{width}}  {to_typable(command)}\n" for purpose, command in commands)

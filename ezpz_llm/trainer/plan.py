@@ -61,6 +61,8 @@ class RunPlan:
     resolved: Resolved
     init_weights_source: Source | None = None
     """Source of the initial weights; None for random ones."""
+    verbose: bool = False
+    """Print all settings and measurements, not only the most important ones."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -83,7 +85,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
         raise UserError(f"--world-size is {world_size}", where="--world-size", instead="1 or more")
     parse_trackers(options.config.track, os.environ)
     _check_ranges(options)
-    model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != DEFAULT)
+    model, name, init_weights_source = _choose_model(options.config, named=options.sources["model"] != DEFAULT)
     if name != options.config.model:
         options = options.set(WEIGHTS, model=name)
     options = _with_peak_lr(options, model)
@@ -115,7 +117,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     options = options.set(compile_source, compile=compiles)
     run_config = RunConfig(**vars(options.config))
     _check_schedule(run_config, options)
-    return RunPlan(run_config, options.sources, model, resolved, init_weights_source)
+    return RunPlan(run_config, options.sources, model, resolved, init_weights_source, options.verbose)
 
 
 _PEAK_WIDTH, _PEAK_STEPS = 128, 400
@@ -223,7 +225,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
         read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if plan.config.resume is not None:
-        check_resume(plan, plan.config.resume)
+        _check_resume(plan, plan.config.resume)
     elif folder and not renames_old_metrics and RunDir(Path(folder)).metrics.exists():
         raise UserError("the run directory holds another run's metrics", where=folder,
                         instead=f"another --run-dir, or --resume {folder} to continue that run")
@@ -238,7 +240,7 @@ def _known_vocabulary(config: TrainConfig) -> int | None:
     return None if folder is None else read_manifest(folder)["vocab_size"]
 
 
-def check_resume(plan: RunPlan, where: str) -> Path:
+def _check_resume(plan: RunPlan, where: str) -> Path:
     """Return the checkpoint that the run will resume from, unless its hashes turn out to be wrong on loading.
 
     Raises:
@@ -327,7 +329,7 @@ _NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "
 """Model fields that may differ between the initial weights and the model in `--model`."""
 
 
-def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
+def _choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
     """Return the model, its name, and the source of its initial weights (None for random ones).
 
     Args:

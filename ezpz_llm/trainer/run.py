@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base import UserError, user_path
 from ezpz_llm.checkpoint.retention import Keep
 from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.data.samples import ReadAhead, ValidationWindows
@@ -26,7 +24,6 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.precision import native_precision
-from ezpz_llm.evaluate.hellaswag import Item, read_items
 from ezpz_llm.evaluate.validation import open_corpus
 from ezpz_llm.hf.weights import open_for_ranks
 from ezpz_llm.launch.variables import LOADING, RENDEZVOUS, STARTING
@@ -34,25 +31,27 @@ from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
-from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, Tracking, WallClock
+from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking, WallClock
 from ezpz_llm.observe.trackers import parse_trackers
 from ezpz_llm.rundir import ignore_print_errors
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
+from ezpz_llm.trainer.callbacks.callback_order import ordered_callbacks
+from ezpz_llm.trainer.callbacks.callback_runner import Callbacks
+from ezpz_llm.trainer.callbacks.hellaswag_score import hellaswag_items
+from ezpz_llm.trainer.callbacks.text_samples import prompt_tokens
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.device_choices import with_device_choices
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.loop import train
-from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run, with_tokenizer
 from ezpz_llm.trainer.position import Position
-from ezpz_llm.trainer.profiling import profiles
 from ezpz_llm.trainer.resume import ResumePoint, find_resume_point, rename_old_metrics
 from ezpz_llm.trainer.resume_changes import resume_warning
+from ezpz_llm.trainer.run_data import RunData
 from ezpz_llm.trainer.run_description import describe_run, step_work
-from ezpz_llm.trainer.selfcheck import SelfChecks
-from ezpz_llm.trainer.session import Session
-from ezpz_llm.trainer.spike_detector import SpikeDetector
-from ezpz_llm.trainer.step_hooks import finish
+from ezpz_llm.trainer.run_result import finish
+from ezpz_llm.trainer.session import Checkpoints, Session
 
 
 def broadcast_resume_point(options: Options, dist: Dist) -> ResumePoint:
@@ -74,57 +73,59 @@ def broadcast_resume_point(options: Options, dist: Dist) -> ResumePoint:
 
 
 def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
-          watches: Callable[[Dist], Sequence[StepWatch]] = lambda dist: ()) -> Session:
+          callbacks: Sequence[Callback] = ()) -> Session:
     """Prepare the data, build the model and its engine, and load the checkpoint to resume from. Collective.
 
     Args:
-        watches: additional watches to call around each step, besides the configured profiles.
+        callbacks: callbacks besides the trainer's own.
 
     Raises:
         UserError: the options, data, checkpoint or environment are invalid. The same error on every rank.
     """
     heartbeat.beat(LOADING)
     options = with_tokenizer(options)
-    data = open_corpus(options.config.corpus, options.config.tokenizer, dist, options.config.text_key)
-    plan = plan_run(options, dist.world_size, vocab_size=data.vocab_size, device=dist.device.type)
+    tokens = open_corpus(options.config.corpus, options.config.tokenizer, dist, options.config.text_key)
+    plan = plan_run(options, dist.world_size, vocab_size=tokens.vocab_size, device=dist.device.type)
     if plan.resolved.precision == "auto":
         precision = native_precision(dist.device, plan.resolved.layout)
         plan = replace(plan, resolved=replace(plan.resolved, precision=precision))
     plan = with_device_choices(plan, dist)
     config, batch, layout = plan.config, plan.resolved.batch, plan.resolved.layout
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
-    prompt = prompt_tokens(config, data) if config.sample_tokens else None
-    validation = ValidationWindows(data.split("val"), plan.model.block_size, config.eval_tokens or None)
-    batches = ReadAhead(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
+    prompt = prompt_tokens(config, tokens) if config.sample_tokens else None
+    validation = ValidationWindows(tokens.split("val"), plan.model.block_size, config.eval_tokens or None)
+    batches = ReadAhead(tokens.split("train"), block_size=plan.model.block_size, seed=config.seed,
                         global_batch=batch.global_batch, micro_batch=batch.micro_batch,
                         dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
+    data = RunData(tokens, batches, validation, Position())
     clock.passed("data")
     heartbeat.beat(STARTING)
     work, flops = step_work(plan, dist)
     clock.passed("measuring the device")
     engine = make_engine(plan, dist)
     clock.passed("engine")
-    first_step, position, spikes = 0, Position(), SpikeDetector(config)
+    first_step, state = 0, None
     if config.resume is not None:
-        state = resume_from_checkpoint(plan, data, engine, dist)
-        first_step, position = state["step"], Position.at(state["consumed"], state["sample_hash"])
-        spikes.restore(state.get("guard"))
-        engine.step_skip.limit = spikes.limit
+        state = resume_from_checkpoint(plan, tokens, engine, dist)
+        first_step, data.position = state["step"], Position.at(state["consumed"], state["sample_hash"])
     tracking = Tracking(parse_trackers(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)
-    describe_run(plan, data, work, flops, dist, options.verbose)
-    items = hellaswag_items(config, data, dist)
+    describe_run(plan, tokens, work, flops, dist)
+    items = hellaswag_items(config, tokens, dist)
+    ordered = ordered_callbacks(plan, dist, engine, tokens, clock, first_step=first_step, items=items,
+                                prompt=prompt, added=callbacks)
+    context = CallbackContext(dist, engine.module, first_step, config.steps, data, metrics)
+    all_callbacks = Callbacks(ordered, context)
+    all_callbacks.describe_added()
+    if state is not None:
+        all_callbacks.restore(state)
     # If a tracker's server does not respond, end the run on every rank.
     run_together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
-    return Session(plan, dist, data, prompt, batches, validation, engine, work,
-                   StepTimeline(dist.device, waits=config.trace_steps > 0), metrics,
-                   tracking, [*profiles(plan, dist, engine, first_step), *watches(dist)], heartbeat, clock,
-                   EarlyEnd(dist, os.environ).listen(), first_step, first_step, position,
-                   Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
-                         in_background=config.save_async),
-                   spikes, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items,
-                   verbose=options.verbose)
+    saver = Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every), in_background=config.save_async)
+    return Session(plan, dist, data, engine, StepTimeline(dist.device, waits=config.trace_steps > 0), metrics,
+                   heartbeat, clock, EarlyEnd(dist, os.environ).listen(), Checkpoints(saver), all_callbacks,
+                   first_step)
 
 
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
@@ -145,21 +146,6 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
             weights.check_finite(dist)
     torch.manual_seed(dropout_seed(config, dist))
     return engine
-
-
-def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[Item]:
-    """Return the HellaSwag items to score, if any.
-
-    Raises:
-        UserError: the file does not exist, or the tokenizer cannot encode every text. The same on every rank.
-    """
-    if config.hellaswag is None:
-        return []
-    if "table" in data.manifest["tokenizer"]:
-        raise UserError("the tokenizer char can encode only the characters of its corpus", where="--hellaswag",
-                        instead="--tokenizer bytes or gpt2")
-    path = user_path(config.hellaswag)
-    return run_together(dist, lambda: read_items(path, config.hellaswag_items or None))
 
 
 def dropout_seed(config: TrainConfig, dist: Dist) -> int:
@@ -194,27 +180,11 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
     return state
 
 
-def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
-    """Return the tokens of the prompt, (T,) int64. Call this before training, so that an invalid prompt fails
-    early.
-
-    Raises:
-        UserError: the tokenizer cannot encode `--prompt`.
-    """
-    try:
-        tokens = data.tokenizer.encode("\n" if config.prompt is None else config.prompt)
-    except UserError as error:
-        if config.prompt is not None:
-            raise UserError(error.found, where="--prompt", instead=error.instead) from error
-        tokens = data.first_tokens(1)
-    return tokens.astype(np.int64)
-
-
-def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambda dist: ()) -> int:
+def run(options: Options, callbacks: Sequence[Callback] = ()) -> int:
     """Run the training that `options` configure, and return the exit code. Every rank calls this.
 
     Args:
-        watches: additional watches to call around each step, besides the configured profiles.
+        callbacks: callbacks besides the trainer's own.
     """
     ignore_print_errors()
     config = options.config
@@ -230,14 +200,18 @@ def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambd
             point = broadcast_resume_point(options, dist)
             if point.complete:
                 return 0
-            session = start(point.options, dist, clock, heartbeat, watches)
+            session = start(point.options, dist, clock, heartbeat, callbacks)
             clock.passed("the rest")
         code = 1
         try:
             train(session)
             code = finish(session)
+        except RuntimeError as error:  # such as a lost connection
+            if (failure := session.callbacks.failure_elsewhere()) is not None:
+                raise failure from error
+            raise
         finally:
-            session.tracking.close(failed=code != 0)
+            session.metrics.close(failed=code != 0)
             for lost in dist.side.close():
                 print(f"warning: {lost}", file=sys.stderr, flush=True)
         return code

@@ -31,9 +31,8 @@ from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
 from ezpz_llm.trainer.plan import RunPlan
 
 
-def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist,
-                 verbose: bool) -> None:
-    """Record the run's settings, and print the first screen, or with `verbose` all settings. Collective, since the
+def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> None:
+    """Record the run's settings, and print the first screen, or with --verbose all settings. Collective, since the
     record lists every rank's node."""
     environment = run_environment(dist)
     if not dist.is_main:
@@ -43,18 +42,18 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
         dist.run_dir, config=asdict(plan.config), model=asdict(plan.model),
         sources={name: source.as_record() for name, source in plan.sources.items()},
         parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
-        data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
+        data=_describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
         peak=work.peak, ceiling=work.ceiling)
     if "kind" in data.manifest["tokenizer"]:
         # Machines without the shards need the tokenizer to use a checkpoint of this run.
         file = find_copy(data.folder, data.manifest["tokenizer"])
         dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
-    text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if verbose else
+    text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if plan.verbose else
             first_screen(plan, data, dist, terminal_width()))
-    print(text + align_rows(_remarks(plan, data, dist, work, flops, verbose), terminal_width()), flush=True)
+    print(text + align_rows(_remarks(plan, data, dist, work, flops), terminal_width()), flush=True)
 
 
-def describe_data(data: TokenData) -> Data:
+def _describe_data(data: TokenData) -> Data:
     """Describe the run's data for run.json, without the tokenizer's table."""
     manifest = data.manifest
     return Data(folder=str(data.folder), source=manifest["source"], tokenizer=manifest["tokenizer"]["name"],
@@ -84,19 +83,20 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
                       f"({config.schedule}) over {count_noun(config.steps, 'step')}, "
                       f"{config.warmup_steps} of warm-up, weight decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
-        ("attention", describe_attention(plan, dist)),
+        ("attention", _describe_attention(plan, dist)),
         ("compile", f"{'blocks' if config.compile else 'off'} ({plan.sources['compile']})"),
         *flop_and_peak_rows(work, flops),
-        ("saves", describe_saves(plan, dist)),
+        ("saves", _describe_saves(plan, dist)),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
 
 
-def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork, flops: FlopCount,
-             verbose: bool) -> list[tuple[str, str]]:
-    """Return notes and warnings; without `verbose`, also the warnings among the rows that only `description`
+def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork,
+             flops: FlopCount) -> list[tuple[str, str]]:
+    """Return notes and warnings; without --verbose, also the warnings among the rows that only `description`
     prints."""
-    rows = [] if verbose else [("attention", describe_attention(plan, dist)), *flop_and_peak_rows(work, flops)]
+    rows = [] if plan.verbose else [("attention", _describe_attention(plan, dist)),
+                                    *flop_and_peak_rows(work, flops)]
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
                                           *reading_notes(data.manifest["source"], shown=0))),
@@ -109,7 +109,7 @@ def _tokenizer_warnings(plan: RunPlan, data: TokenData) -> list[str]:
     return [text] if (text := tokenizer_mismatch(plan.init_weights_source, data.manifest["tokenizer"])) else []
 
 
-def describe_saves(plan: RunPlan, dist: Dist) -> str:
+def _describe_saves(plan: RunPlan, dist: Dist) -> str:
     """Describe when checkpoints are written, which are kept, and the CPU memory that saving needs."""
     config, text = plan.config, checkpoint_rule(plan)
     if config.save_every <= 0 or not config.save_async or uses_nvme(plan.resolved.layout):
@@ -119,7 +119,7 @@ def describe_saves(plan: RunPlan, dist: Dist) -> str:
     return f"{text}, in the background from a copy in CPU memory ({megabytes:,.0f} MB per rank)"
 
 
-def describe_attention(plan: RunPlan, dist: Dist) -> str:
+def _describe_attention(plan: RunPlan, dist: Dist) -> str:
     """Describe the attention kernel and, if it stores the scores, their memory."""
     dtype = matmul_dtype(plan.resolved.precision)
     kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,

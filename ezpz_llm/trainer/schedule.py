@@ -68,21 +68,21 @@ def _warm_up_then_decay(step: int, config: RunConfig, decay_factor: Callable[[fl
     return config.min_lr + (config.lr - config.min_lr) * decay_factor(progress)
 
 
-def warmup_lr(step: int, config: RunConfig) -> float:
+def _warmup_lr(step: int, config: RunConfig) -> float:
     """DeepSpeed's WarmupLR."""
     return _interpolate(config, _warm_up_progress(step - 1, config))
 
 
-def warmup_decay_lr(step: int, config: RunConfig) -> float:
+def _warmup_decay_lr(step: int, config: RunConfig) -> float:
     """DeepSpeed's WarmupDecayLR, which decays to `warmup_min_lr`."""
     iteration, warmup = step - 1, _warmup_steps(config)
     if iteration < warmup:
-        return warmup_lr(step, config)
+        return _warmup_lr(step, config)
     left = (config.decay_steps - iteration) / max(1, config.decay_steps - warmup)
     return _interpolate(config, max(0.0, left))
 
 
-def warmup_cosine_lr(step: int, config: RunConfig) -> float:
+def _warmup_cosine_lr(step: int, config: RunConfig) -> float:
     """DeepSpeed's WarmupCosineLR, whose first step has learning rate 0 regardless of `warmup_min_lr`."""
     iteration, warmup = step - 1, _warmup_steps(config)
     if iteration < 0:
@@ -113,5 +113,5 @@ def _interpolate(config: RunConfig, progress: float) -> float:
 
 SCHEDULES: dict[str, Callable[[int, RunConfig], float]] = {
     "cosine": cosine, "linear": linear, "wsd": wsd, "constant": constant,
-    "WarmupLR": warmup_lr, "WarmupDecayLR": warmup_decay_lr, "WarmupCosineLR": warmup_cosine_lr,
+    "WarmupLR": _warmup_lr, "WarmupDecayLR": _warmup_decay_lr, "WarmupCosineLR": _warmup_cosine_lr,
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 from ezpz_llm.trainer.config import TrainConfig
 
-WINDOW = 128
+_WINDOW = 128
 """Number of most recent steps in the medians of loss and gradient norm."""
 MIN_STEPS = 32
 """Minimum number of steps for a median."""
@@ -46,8 +46,8 @@ class SpikeDetector:
         self.first_bad: int | None = None
         self.unreported: list[str] = []
         self.last_loss_non_finite = False
-        self._norms: deque[float] = deque(maxlen=WINDOW)
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
 
     @property
     def should_stop(self) -> bool:
@@ -101,11 +101,9 @@ class SpikeDetector:
                 "first_bad": self.first_bad, "skipped": self.skipped,
                 "limit": self.limit if math.isfinite(self.limit) else None}
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore the state saved in a checkpoint; reset if the checkpoint has none."""
-        if state is None:
-            state = SpikeDetector(self._config).state()
-        self._norms, self._losses = (deque(state[name], maxlen=WINDOW) for name in ("norms", "losses"))
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the state saved in a checkpoint."""
+        self._norms, self._losses = (deque(state[name], maxlen=_WINDOW) for name in ("norms", "losses"))
         self.streak, self.first_bad, self.skipped = state["streak"], state["first_bad"], state["skipped"]
         # A run without --spike-norm may be resumed with it, and vice versa.
         is_limited = state["limit"] is not None and self._config.spike_norm

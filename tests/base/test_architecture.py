@@ -110,7 +110,6 @@ SCHEDULER_CODE = ("launch/schedulers/", "launch/dialects/", "launch/ranks.py")
 """Modules that may use names of schedulers, of their launchers, and of their variables."""
 OTHER_SCHEDULER_CODE = {
     "launch/nested_launcher.py",  # recognizes any program that starts ranks in the user's command
-    "launch/owner.py",  # does not use Scheduler.restart_count yet
 }
 
 
@@ -234,3 +233,80 @@ def test_ruff_checks_every_module():
     listed = subprocess.run([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=root, check=True,
                             capture_output=True, text=True, timeout=scaled(60)).stdout.splitlines()
     assert set(map(str, PACKAGE.rglob("*.py"))) <= set(listed)
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a module uses, also in strings, such as those of monkeypatch.setattr."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name.rpartition(".")[2]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\w+", node.value)
+
+
+def interface_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names in annotations and base classes, which callers see without naming them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            parts = [node.returns, *(argument.annotation for argument in arguments)]
+        elif isinstance(node, ast.AnnAssign):
+            parts = [node.annotation]
+        else:
+            parts = [*node.bases] if isinstance(node, ast.ClassDef) else []
+        for part in filter(None, parts):
+            yield from names_in(part)
+
+
+def top_level_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the functions, classes and variables of a module."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def test_public_names_are_used_elsewhere_or_documented():
+    root = PACKAGE.parent
+    trees = {path: ast.parse(path.read_text()) for folder in ("ezpz_llm", "tests", "benchmarks", "examples")
+             for path in (root / folder).rglob("*.py")}
+    users: dict[str, set[Path]] = {}
+    for path, tree in trees.items():
+        for name in names_in(tree):
+            users.setdefault(name, set()).add(path)
+    documented = {word for page in (*(root / "docs").rglob("*.md"), root / "README.md")
+                  for word in re.findall(r"\w+", page.read_text())}
+    private = {f"{path.relative_to(PACKAGE)}: {name}" for path in PACKAGE.rglob("*.py")
+               for name in {*top_level_names(trees[path])} - documented - {*interface_names(trees[path])}
+               if not name.startswith("_") and not users[name] - {path}}
+    assert not private, "begin the name with an underscore, or delete it"
+
+
+def test_no_module_imports_a_private_name_of_another():
+    violations = {f"{path.relative_to(PACKAGE)}:{node.lineno}": alias.name for path in PACKAGE.rglob("*.py")
+                  for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+                  if (node.module or "").startswith("ezpz_llm") for alias in node.names
+                  if alias.name.startswith("_") and not alias.name.startswith("__")}
+    assert not violations, "make the name public"
+
+
+def headings_in(text: str) -> list[int]:
+    """Return the lines of comments that head a part of a module: above a definition, or above a blank line."""
+    lines = text.splitlines()
+    return [number for number, (line, following) in enumerate(zip(lines, [*lines[1:], ""], strict=True), 1)
+            if number > 1 and line.startswith("#") and re.match(r"$|def |class |@|async def ", following)]
+
+
+def test_no_module_has_headings():
+    violations = [f"{path.relative_to(PACKAGE)}:{line}" for path in PACKAGE.rglob("*.py")
+                  for line in headings_in(path.read_text())]
+    assert not violations, "a module that needs a heading is two modules"
+    assert headings_in("x = 1\n\n# Reading\n\ndef read(): pass") == [3]
+    assert headings_in("x = 1\n\n# Reading of files.\ndef read(): pass") == [3]
+    assert not headings_in("x = 1\n# Why.\ny = 2")

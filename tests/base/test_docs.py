@@ -35,7 +35,10 @@ def shown_commands() -> list[tuple[str, str]]:
 
 
 def parts(command: str) -> list[tuple[str, list[str]]]:
-    """Split a line into its commands and their arguments: submit, launch, and the launched module."""
+    """Split a line into its commands and their arguments: submit, launch, and the launched module.
+
+    The arguments of the reader's own script are left out.
+    """
     commands: list[tuple[str, list[str]]] = []
     words = shlex.split(command.replace("[", " ").replace("]", " "))
     for index, word in enumerate(words):
@@ -45,6 +48,8 @@ def parts(command: str) -> list[tuple[str, list[str]]]:
             commands.append((word.removeprefix("ezpz_llm."), []))
         elif index == 1 and words[0] == "ezpz-llm":
             commands.append((word, []))
+        elif index and words[index - 1] == "python3" and word.endswith(".py"):
+            break
         elif commands:
             commands[-1][1].append(word)
     return commands

@@ -17,7 +17,9 @@ sys.path.insert(0, sys.argv[1])
 from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.launch.dialects import dialects
 from ezpz_llm.launch.schedulers import schedulers
-classes = {*map(type, OPTIMIZERS.values()), *map(type, dialects()), *map(type, schedulers().values())}
+from ezpz_llm.trainer.callbacks.installed_callbacks import installed_callbacks
+classes = {*map(type, OPTIMIZERS.values()), *map(type, dialects()), *map(type, schedulers().values()),
+           *map(type, installed_callbacks())}
 print(OPTIMIZERS["adamw"].printed, schedulers()["slurm"].TITLE, *sorted({kind.__module__ for kind in classes}))
 """
 
@@ -33,11 +35,12 @@ def built_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 _OTHER_CASES = [(module, group) for module in MODULES for group in GROUPS
-           if (module, group) not in {("adamw", GROUPS[0]), ("slurm", GROUPS[1]), ("exits", GROUPS[0])}]
+           if (module, group) not in {("adamw", GROUPS[0]), ("slurm", GROUPS[1]), ("exits", GROUPS[0]),
+                                       ("arguments", GROUPS[3])}]
 
 
 @pytest.mark.parametrize(("module", "group"), [
-    ("adamw", GROUPS[0]), ("slurm", GROUPS[1]), ("exits", GROUPS[0]),
+    ("adamw", GROUPS[0]), ("slurm", GROUPS[1]), ("exits", GROUPS[0]), ("arguments", GROUPS[3]),
     *(pytest.param(*case, marks=pytest.mark.full) for case in _OTHER_CASES)])
 def test_invalid_plugin_is_ignored(tmp_path: Path, built_in: str, module: str, group: str) -> None:
     done = _print_plugins(install(tmp_path / "installed", module, group))

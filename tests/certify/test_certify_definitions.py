@@ -39,12 +39,12 @@ def test_the_code_passes_its_checks(topic: Any) -> None:
     assert list(topic.find_problems()) == []
 
 
-def previous_samples(session: Any) -> Iterator[Any]:
+def previous_samples(session: Any, hashes: list[int]) -> Iterator[Any]:
     """Yield the samples of the previous step."""
-    position = session.position
-    session.position = position.at(max(0, position.consumed - trainer_run.GLOBAL), position.sample_hash)
-    yield from samples(session)
-    session.position = position
+    position = session.data.position
+    session.data.position = position.at(max(0, position.consumed - trainer_run.GLOBAL), position.sample_hash)
+    yield from samples(session, hashes)
+    session.data.position = position
 
 
 @pytest.mark.parametrize(("topic", "of", "name", "fault", "reason"), [

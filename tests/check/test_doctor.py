@@ -55,7 +55,8 @@ def test_every_check_prints_its_level_and_remedy(cache: Path, tmp_path: Path) ->
     *lines, last = done.stdout.splitlines()
     levels = [line.split()[0] for line in lines]
     assert set(levels) <= {"ok", "warn", "do:"}
-    assert last == f"doctor: 0 bad, {count_noun(levels.count('warn'), 'warning')}, {levels.count('ok')} ok"
+    warnings = levels.count("warn")
+    assert last == f"doctor: fit, {count_noun(warnings, 'warning')} ({warnings + levels.count('ok')} checks)"
 
 
 def test_bad_findings_give_exit_code_1(tmp_path: Path) -> None:
@@ -76,12 +77,14 @@ def test_bad_findings_give_exit_code_1(tmp_path: Path) -> None:
                           timeout=scaled(60), check=False, env={**os.environ, "PATH": path, "EZPZ_LLM_CACHE": place,
                                             "GLOO_SOCKET_IFNAME": "nope0"})
     assert done.returncode == 1, done.stdout + done.stderr
-    bad = {check["name"]: check for check in json.loads(done.stdout) if check["level"] == "bad"}
-    assert bad.keys() == {"torch", "cache", "interfaces", "MPI library"}
+    report = json.loads(done.stdout)
+    assert report["fit"] is False
+    bad = {check["topic"]: check for check in report["findings"] if check["level"] == "bad"}
+    assert bad.keys() == {"torch", "cache", "interface", "MPI library"}
     assert "mpi4py loads MPICH" in bad["MPI library"]["found"]
     assert "Open MPI 5.0.11" in bad["MPI library"]["found"]
     assert "with-env" in bad["torch"]["instead"]
-    assert "GLOO_SOCKET_IFNAME=nope0" in bad["interfaces"]["found"]
+    assert "no interface nope0 (GLOO_SOCKET_IFNAME=nope0)" in bad["interface"]["found"]
 
 
 def test_build_ops_and_json_are_mutually_exclusive(cache: Path) -> None:

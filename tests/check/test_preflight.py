@@ -10,9 +10,10 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.check.coordinator import link_groups, node_groups, ring_rounds
+from ezpz_llm.check.findings import Finding
 from ezpz_llm.check.node_facts import network_family, read_network
 from ezpz_llm.check.report import Report, as_text, split_common_facts
-from ezpz_llm.check.rules import Finding, Gathered, apply_rules
+from ezpz_llm.check.rules import Gathered, apply_rules
 from ezpz_llm.check.rules.gathered import format_rate, node_ranges
 from ezpz_llm.check.rules.network import link_rates, outliers
 

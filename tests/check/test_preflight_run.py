@@ -20,7 +20,7 @@ from launch_runs import clean_env, cpu_seconds, launch
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.check.client import connect, read_unreached
+from ezpz_llm.check.client import connect, connect_and_serve, read_unreached
 from ezpz_llm.check.endpoint import Endpoint, rendezvous_point
 from ezpz_llm.check.measurements import Worker
 from ezpz_llm.check.messages import CLOCK, FACTS, Introduction, Reply, Request, authenticate, receive, send
@@ -155,6 +155,7 @@ def _fake_rank(server: PreflightServer, rank: int, secret: bytes = SECRET) -> bo
         return False
     _connections.append(connection)
     send(connection, Introduction(rank, f"n{rank // 8}"))
+    assert receive(connection, Request) == Request(FACTS)
     send(connection, Reply(FACTS, {"rank": rank, "text": "x" * 3000}))
     return True
 
@@ -281,6 +282,26 @@ def test_a_stranger_cannot_return_rank_0s_own_proof(server: PreflightServer) -> 
         first_connection.send_bytes(second_connection.recv_bytes(256))
         assert first_connection.recv_bytes(256) == b"#FAILURE#"
     assert not server.wait(time.monotonic() + 0.2, lambda: bool(server.members))
+
+
+def test_a_rank_that_is_disconnected_before_the_first_request_tries_again() -> None:
+    """Rank 0 disconnects if its time limit for authentication expires just after the last message."""
+    accepted: list[int] = []
+
+    def serve(peer: socket.socket) -> None:
+        connection = authenticate(peer, SECRET, port, serves=True)
+        assert connection is not None
+        with connection:
+            accepted.append(receive(connection, Introduction).rank)
+            if len(accepted) > 1:
+                send(connection, Request("end"))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        _accept_in_threads(listener, serve)
+        endpoint = Endpoint("127.0.0.1", port, SECRET)
+        assert connect_and_serve(endpoint, RankInfo(1, 2, 1, 2, 0, "test"), os.environ, None, lambda: False)
+    assert accepted == [1, 1]
 
 
 def test_the_server_drops_silent_strangers(server: PreflightServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_an_invalid_item_is_reported_with_its_line(tmp_path: Path) -> None:
     good = json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": "2"})
     path = tmp_path / "items.jsonl"
     for bad, message in (("{", "not a HellaSwag item"), ('{"ctx": "a"}', "endings"), ("[]", "not a HellaSwag item"),
-                         (json.dumps({"ctx": "a", "endings": ["b"], "label": 0}), "1 endings with label 0"),
+                         (json.dumps({"ctx": "a", "endings": ["b"], "label": 0}), "1 ending with label 0"),
                          (json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 4}), "with label 4")):
         path.write_text(f"{good}\n{bad}\n")
         with pytest.raises(UserError, match=message) as caught:

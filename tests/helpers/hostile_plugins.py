@@ -25,10 +25,11 @@ MODULES = {
     "slurm": "from ezpz_llm.launch.schedulers.scheduler import Scheduler\n"
              "class Mine(Scheduler):\n    NAME = 'slurm'; TITLE = 'mine'; JOB_VARIABLE = 'MINE'\n"
              "    def detect(self, env): return None\nPLUGIN = Mine()",
+    "arguments": "from ezpz_llm import Callback\nclass PLUGIN(Callback):\n    def __init__(self, needed): pass",
     "pattern": "from ezpz_llm.launch.dialects.work import Dialect\nPLUGIN = Dialect('mine', '(', print)",
 }
 """Source of each plug-in module."""
-GROUPS = ("ezpz_llm.optimizers", "ezpz_llm.schedulers", "ezpz_llm.dialects")
+GROUPS = ("ezpz_llm.optimizers", "ezpz_llm.schedulers", "ezpz_llm.dialects", "ezpz_llm.callbacks")
 
 
 def install(folder: Path, module: str, group: str) -> Path:

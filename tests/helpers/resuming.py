@@ -19,12 +19,13 @@ from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.observe import WallClock
 from ezpz_llm.rundir import read_lines
+from ezpz_llm.trainer.checkpoint_saves import save
 from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.run import resume_from_checkpoint, start
 from ezpz_llm.trainer.session import Session
-from ezpz_llm.trainer.step_hooks import flush, save
+from ezpz_llm.trainer.step_end import flush
 
 
 def take_steps(session: Session, count: int) -> dict[str, Any]:
@@ -33,11 +34,11 @@ def take_steps(session: Session, count: int) -> dict[str, Any]:
         train_step(session, session.step)
         session.step += 1
     flush(session)
-    session.position = session.position.agree(session.dist)
+    session.data.position = session.data.position.agree(session.dist)
     session.dist.barrier()
     lines = list(read_lines(session.dist.run_dir.metrics))[-count:]
-    return {"losses": [line["loss"] for line in lines], "consumed": session.position.consumed,
-            "sample_hash": session.position.sample_hash}
+    return {"losses": [line["loss"] for line in lines], "consumed": session.data.position.consumed,
+            "sample_hash": session.data.position.sample_hash}
 
 
 def everywhere(dist: Dist, value: Any) -> list[Any]:
@@ -73,8 +74,9 @@ def go_on_from_each(argv: Sequence[str]) -> int:
         session = begin(wanted, dist)
         for name, where in wanted["checkpoints"].items():
             plan = replace(session.plan, config=replace(session.config, resume=where))
-            state = resume_from_checkpoint(plan, session.data, session.engine, dist)
-            session.step, session.position = state["step"], Position.at(state["consumed"], state["sample_hash"])
+            state = resume_from_checkpoint(plan, session.data.tokens, session.engine, dist)
+            session.step = state["step"]
+            session.data.position = Position.at(state["consumed"], state["sample_hash"])
             states = everywhere(dist, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
             results[name] = {**take_steps(session, wanted["steps"]), "random_states": states}
         if dist.is_main:

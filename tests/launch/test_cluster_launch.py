@@ -83,7 +83,7 @@ def test_programs_on_nodes(cluster, tmp_path: Path, request: pytest.FixtureReque
             log = (run_dir / f"logs/rank{rank:04d}.log").read_text()
             assert f"[cpu][rank={rank}/{2 * nodes - 1}][{rank % 2}][{host}]" in log
         assert re.search(rf"^ranks +{2 * nodes} on ", done.stdout, re.MULTILINE), done.stdout
-        assert "healthy" in done.stdout
+        assert "test_dist: fit" in done.stdout
     else:
         assert re.search(rf"^layout .*, on {2 * nodes} cpu ranks$", done.stdout, re.MULTILINE), done.stdout
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -134,7 +134,7 @@ def test_a_stranger_at_the_store_of_two_nodes(cluster, tmp_path: Path, runs: int
                                *PROGRAMS["test_dist"], cwd=tmp_path, timeout=200, OMP_NUM_THREADS="1",
                                MASTER_PORT="24690")
             assert done.returncode == 0, done.stdout + done.stderr
-            assert "healthy" in done.stdout
+            assert "test_dist: fit" in done.stdout
             assert "PWNED" not in done.stdout + done.stderr
             assert "\x1b" not in done.stdout + done.stderr
     finally:

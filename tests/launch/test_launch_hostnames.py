@@ -22,7 +22,7 @@ from ezpz_llm.launch.hostnames import (
     node_keys,
 )
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, pbs, supplement
-from ezpz_llm.launch.schedulers.lsf import detect as detect_lsf
+from ezpz_llm.launch.schedulers.lsf import LsfScheduler
 from ezpz_llm.launch.schedulers.node_files import parse_slot_columns
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
 
@@ -83,7 +83,8 @@ def test_every_source_of_hosts_keeps_two_domains_apart(tmp_path: Path) -> None:
                   find_allocation({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": one_line}).hosts,
                   node_selection.select_nodes(find_allocation({}), None, one_line, None).hosts):
         assert [host.name for host in hosts] == _WORKERS
-    lsf = detect_lsf({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "n1 2 N1.site.example 2 n2 4", "PATH": str(tmp_path)})
+    lsf = LsfScheduler().detect({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "n1 2 N1.site.example 2 n2 4",
+                                 "PATH": str(tmp_path)})
     assert lsf is not None
     assert [(host.name, host.slots) for host in lsf.hosts] == [("n1", 4), ("n2", 4)]
 

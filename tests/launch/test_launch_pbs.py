@@ -117,7 +117,7 @@ def test_two_nodes_with_two_ranks_each(pbs: _Pbs) -> None:
     job = pbs.job("dist")
     output = pbs.output("dist")
     assert "rc=0" in output, output
-    assert "healthy" in output
+    assert "test_dist: fit" in output
     assert "4 ranks on 2 nodes" in output
     assert " in pbs job " in output
     record = json.loads((pbs.runs / "dist/run.json").read_text())["launch"]

@@ -35,7 +35,6 @@ DIALECT = Dialect("Mine step", None, build)
 
 class Mine(BatchScheduler):
     NAME, TITLE, JOB_VARIABLE = "mine", "Mine", "MINE_JOB"
-    JOB_QUERY = (("mine", "jobs"), ("unknown",))
     JOB_PREFIXES, SITE_VARIABLES = ("MINE_",), ("MINE_CLUSTER",)
     PROGRAM, TEMPLATE, DIRECTIVE = "mine", "TEMPLATE_PATH", "#MINE:"
     PATTERNS = ((CANCELLED, r"^mine: job \\S+ was withdrawn"),)

@@ -140,7 +140,7 @@ while True:
     failure = ('{"rank": 1, "host": "x", "pid": 1, "exit_code": 7, "signal": null, "ended": 1, "duration_s": 1,'
                ' "launch": "%s"}' % run_id)
     for name, text in (("control/stop", stop), ("errors/rank0001.json", failure), ("run.json", "{"),
-                       ("control/owner-000099", "{}"), ("logs/rank0001.log", ""), ("heartbeat/node0001.json", "")):
+                       ("control/owner.json", "{}"), ("logs/rank0001.log", ""), ("heartbeat/node0001.json", "")):
         for act in (lambda: open(f"{run}/{name}", "w").write(text), lambda: os.unlink(f"{run}/{name}"),
                     lambda: os.symlink(precious, f"{run}/{name}"), lambda: os.rename(f"{run}/control", f"{run}/c")):
             try:
@@ -234,10 +234,10 @@ def test_what_was_planted_in_a_folder_that_stood_open_is_not_believed(strangers:
 _PLANT_RECORDS = """
 import os, sys
 run, precious = sys.argv[1:]
-for name in ("control/owner-000099", "errors/rank0001.json", "control/stop", "heartbeat/node0000.json"):
+for name in ("control/owner.json", "errors/rank0001.json", "control/stop", "heartbeat/node0000.json"):
     os.umask(0)
     open(f"{run}/{name}", "w").write("{}")
-for name in ("control/logs", "errors/rank0000.json", "heartbeat/rank0000", "control/owner-000001"):
+for name in ("control/logs", "errors/rank0000.json", "heartbeat/rank0000"):
     os.symlink(precious, f"{run}/{name}")
 """
 

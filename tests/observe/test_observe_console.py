@@ -25,7 +25,7 @@ from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe import StepWork, final_text, series_plot, summarize
 from ezpz_llm.observe.throughput import Progress, format_duration
 from ezpz_llm.rundir import RunDir, append_line
-from ezpz_llm.trainer import step_hooks
+from ezpz_llm.trainer import checkpoint_saves
 from ezpz_llm.trainer.first_screen import expected_end, precision_words
 
 WORK = StepWork(micro_batch=4, accumulation=1, dp_size=2, world_size=2, block_size=256)
@@ -117,12 +117,13 @@ def test_live_line_is_erased_before_a_warning(capsys):
     progress.tick(1)
     progress.tick(2)
     session = SimpleNamespace(dist=SimpleNamespace(is_main=True), config=SimpleNamespace(steps=1500), step=2,
-                              stopped=None, metrics=SimpleNamespace(erase_live_line=progress.erase), unsaved=None)
+                              stop=None, metrics=SimpleNamespace(erase_live_line=progress.erase),
+                              checkpoints=SimpleNamespace(error=None))
 
     def fail() -> None:
         raise NotWrittenError("no space left")
 
-    step_hooks._attempt(session, fail)
+    checkpoint_saves._attempt(session, fail)
     shown = capsys.readouterr()
     assert "no space left" in shown.err
     assert shown.out.endswith("\x1b[2K\r"), "the live line is erased before the warning"

@@ -183,7 +183,7 @@ def test_compare_two_studies(tmp_path, capsys):
     same = compare(find(first), find(make_study(tmp_path / "third", layouts=("ddp", "zero3"), seed=2)))
     assert [pair.verdict for pair in same.pairs].count("no difference shown") >= 4
     assert any(note.startswith("only in third: weak-zero3") for note in comparison_notes(same))
-    with pytest.raises(UserError, match="no point in common"):
+    with pytest.raises(UserError, match="no points in common"):
         compare(find(first), find(make_study(tmp_path / "other", layouts=("zero3",))))
     command = [sys.executable, "-m", "ezpz_llm.scale", "compare", str(first), str(second)]
     text, numbers = (subprocess.run([*command, *more], capture_output=True, text=True, timeout=scaled(60),

@@ -166,7 +166,7 @@ def test_a_plain_install_launches_and_reports(plain: Path, tmp_path: Path) -> No
     assert "rank 0 of 2" in out
     assert (tmp_path / "runs/a/logs/rank0001.log").read_text() == "rank 1 of 2\n"
     assert "loss" in call("ezpz-llm", "report", "runs/a")
-    assert "exit code 0" in call("ezpz-llm", "why", "runs/a")
+    assert "with code 0" in call("ezpz-llm", "why", "runs/a")
     assert "#SBATCH" in call("ezpz-llm", "submit", "--scheduler", "slurm", "--nodes", "2", "--time", "1:00:00",
                              "--dry-run", "--", "launch", "python3", "x.py")
     assert "--nodes" in call("ezpz-llm", "completion", "bash")

@@ -111,7 +111,8 @@ def test_files_of_two_ranks(launched):
     assert record.launch.world_size == 2
     assert record.exit.code == 0
     result = record.test_dist
-    assert (result.healthy, result.reasons) == (True, [])
+    assert (result.fit, result.findings) == (True, [])
+    assert "test_dist: fit (sums, weights, and loss of 2 ranks)" in text
     assert [reduction["kind"] for reduction in result.reductions] == ["all ranks"] * 3 + ["same node"] * 3
     assert [reduction["bytes"] for reduction in result.reductions] == [2**12, 2**22, 2**24] * 2
     for reduction in result.reductions:
@@ -213,11 +214,13 @@ def test_wrong_sums_or_weights_fail_the_run(tmp_path):
                     timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     assert result.returncode == 1
     log = RunDir(tmp_path / "out").rank_log(0).read_text()
-    assert "error: rank 1 got wrong sums in all-reduces (all ranks, same node)" in log
+    assert "bad   sums: rank 1 got wrong sums in all-reduces (all ranks, same node)" in log
     assert log.count("WRONG on ranks 1") == 6  # three sizes of two kinds
-    assert "error: rank 1 has different weights than rank 0: losses of " in log
-    assert "healthy: " not in log
-    assert read_record(RunDir(tmp_path / "out")).test_dist.healthy is False
+    assert "bad   weights: rank 1 has different weights than rank 0: losses of " in log
+    assert "test_dist: unfit: 2 problems (" in log
+    record = read_record(RunDir(tmp_path / "out")).test_dist
+    assert record.fit is False
+    assert [finding.topic for finding in record.findings] == ["sums", "weights"]
 
 
 @pytest.mark.full
@@ -227,7 +230,7 @@ def test_a_loss_that_does_not_decrease_fails_the_run(tmp_path):
     result = run(sys.executable, *COMMAND, "--steps", "10", "--ds-config", "zero_lr.json", "--run-dir", "out",
                  folder=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "error: the loss did not decrease: 1.01" in result.stdout
+    assert "bad   loss: the loss did not decrease: 1.01" in result.stdout
 
 
 @pytest.mark.parametrize(("options", "message"), [

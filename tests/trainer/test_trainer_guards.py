@@ -246,13 +246,13 @@ def test_a_spike_that_lasts_to_the_end_causes_a_rollback(alone, tmp_path):
 def test_a_checkpoint_of_an_early_end_during_bad_steps_is_not_rolled_back_to(alone, tmp_path, monkeypatch):
     options = ["--log-every", "5", "--save-every", "10", "--bad-steps", "10", "--on-bad-steps", "rollback",
                "--steps", "60"]
-    agreed = EarlyEnd.agreed
-    monkeypatch.setattr(EarlyEnd, "agreed", lambda self, step, busy=False: (
-        Agreed("a test", busy) if step == 55 else agreed(self, step, busy)))
+    agree = EarlyEnd.agree
+    monkeypatch.setattr(EarlyEnd, "agree", lambda self, step, busy=False: (
+        Agreed("a test", busy) if step == 55 else agree(self, step, busy)))
     done = alone(tmp_path / "run", *options, poison=(48, 99), add=3.0)
     assert "stopped after step 55" in done.out, str(done)
     assert read_json(find(tmp_path / "run") / "state.json")["guard"]["streak"] > 0
-    monkeypatch.setattr(EarlyEnd, "agreed", agreed)
+    monkeypatch.setattr(EarlyEnd, "agree", agree)
     done = alone(tmp_path / "run", *options, "--resume", str(tmp_path / "run"), poison=(1, 6), add=3.0)
     assert done.code == 0, str(done)
     assert "to the checkpoint of step 40" in done.err

@@ -13,11 +13,13 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.evaluate import hellaswag
 from ezpz_llm.observe.profile import PythonProfile
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record
-from ezpz_llm.trainer import step_hooks
-from ezpz_llm.trainer.memory_table import MemoryWatch
+from ezpz_llm.trainer import run_result, step_end
+from ezpz_llm.trainer.callbacks import text_samples
+from ezpz_llm.trainer.callbacks.memory_watch import MemoryWatch
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import run
 
@@ -34,7 +36,7 @@ def checkpoints(run_dir: Path) -> list[str]:
 def test_a_diverging_run_saves_and_ends_without_a_traceback(tmp_path: Path,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[list[str]] = []
-    inner = step_hooks.after_step
+    inner = step_end.after_step
 
     def after_step(session: Any) -> None:
         inner(session)
@@ -62,8 +64,8 @@ def test_failing_optional_work_does_not_end_a_run(tmp_path: Path, monkeypatch: p
 
     items = tmp_path / "items.jsonl"
     items.write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}) + "\n")
-    for owner, name in ((step_hooks.hellaswag, "score"), (step_hooks, "sample"), (step_hooks, "validation_loss"),
-                        (step_hooks, "plot_run"), (step_hooks, "write_own_page"), (PythonProfile, "before_step"),
+    for owner, name in ((hellaswag, "score"), (text_samples, "sample"), (step_end, "validation_loss"),
+                        (run_result, "plot_run"), (run_result, "write_own_page"), (PythonProfile, "before_step"),
                         (MemoryWatch, "result")):
         monkeypatch.setattr(owner, name, fail)
     code = run(parse([*SMALL, "--steps", "4", "--tokenizer", "bytes", "--hellaswag", str(items),
@@ -100,7 +102,7 @@ def test_a_checkpoint_is_complete_before_work_that_may_take_minutes(tmp_path: Pa
     def end(*args: Any, **options: Any) -> Any:
         raise SystemExit(9)
 
-    for owner, name in ((step_hooks.hellaswag, "score"), (step_hooks, "sample")):
+    for owner, name in ((hellaswag, "score"), (text_samples, "sample")):
         options = parse([*SMALL, "--steps", "4", "--profile", "false", "--tokenizer", "bytes", "--hellaswag",
                          str(items), "--run-dir", str(tmp_path / name)])
         with monkeypatch.context() as patch:

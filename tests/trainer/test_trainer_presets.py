@@ -7,12 +7,12 @@ import pytest
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.init import decay_counts
 from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.trainer.callbacks.selfcheck import expected_first_loss
 from ezpz_llm.trainer.check_report import effective_settings, setting_warnings, settings_by_source
 from ezpz_llm.trainer.config import FIELDS, PRESETS
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, plan_run
 from ezpz_llm.trainer.schedule import learning_rate
-from ezpz_llm.trainer.selfcheck import expected_first_loss
 
 # Preset: peak rate, tokens per step, steps, warm-up, end of the cosine, context, parameters with padded embedding.
 RUNS = {

@@ -19,11 +19,12 @@ from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record
-from ezpz_llm.trainer import run as run_module, selfcheck
+from ezpz_llm.trainer import run as run_module
+from ezpz_llm.trainer.callbacks import selfcheck
+from ezpz_llm.trainer.callbacks.selfcheck import SelfChecks, check_reached, check_stepped, first_loss
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
-from ezpz_llm.trainer.selfcheck import SelfChecks, check_reached, check_stepped, first_loss
 
 SMALL = ["--n-layer", "2", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",
@@ -115,8 +116,9 @@ def test_decay_on_the_wrong_tensors_ends_the_run(tmp_path, monkeypatch):
 def test_a_skipped_first_step_does_not_check_the_optimizer(tmp_path):
     """Resume into a spike: an optimizer on the CPU has stepped nothing."""
     plan = plan_run(parse(["--resume", str(tmp_path)]), 1)
-    checks = SelfChecks(plan, first_step=5)
-    checks.record_stepped(SimpleNamespace(elements=[0, 0], unknown_parameters=0, decays=[set(), set()]))
+    measured = SimpleNamespace(elements=[0, 0], unknown_parameters=0, decays=[set(), set()])
+    checks = SelfChecks(plan, SimpleNamespace(step_skip=SimpleNamespace(last_measured=measured)), first_step=5)
+    checks.on_step_end(SimpleNamespace())
     checks.observe({"step": 6, "loss": 3.0, "grad_norm": 99.0, "skipped": True})
     assert checks.results(SimpleNamespace(world_size=1)) == []
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from slowness import scaled
 
-from ezpz_llm.trainer.session import durations
+from ezpz_llm.trainer.callbacks.startup_report import durations
 
 
 def test_durations_are_the_differences_of_marks() -> None:

@@ -6,16 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ezpz_llm.base import group_by_key
-from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.launch.hostlist import fold_numbers
 
 Facts = Mapping[str, Any]
 """Facts of a rank (`client.gather_facts`) and its measurements by stage (`stages`)."""
 
-Level = Literal["bad", "warn", "ok"]
 READY, COMPUTE, NODE, LINK, NETWORK, MPI = "ready", "compute", "reduce node", "reduce link", "network", "mpi"
 """Stages of measurement. The round number follows in the name of a link stage."""
 
@@ -27,29 +25,6 @@ _STAGE_NAMES = {READY: "importing torch and selecting its device", COMPUTE: "a m
 def stage_name(stage: str) -> str:
     """Return a description of a stage."""
     return _STAGE_NAMES.get(stage.rstrip("0123456789").strip(), stage)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Result of a check, and its remedy. Preflight fails if a finding has the level `bad`."""
-
-    level: Level
-    topic: str
-    found: str
-    instead: str = ""
-
-
-def first_problem(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
-    """Return a finding for the first true problem, or `ok`. Problems are (is true, level, remedy)."""
-    return next((Finding(level, topic, found, instead) for is_true, level, instead in problems if is_true),
-                Finding("ok", topic, found))
-
-
-def findings_text(findings: Iterable[Finding]) -> str:
-    """Return a line per finding, followed by a line with its remedy, if any."""
-    return "".join(f"{finding.level:<5} {finding.topic}: {finding.found}\n"
-                   + (f"      do: {to_typable_text(finding.instead)}\n" if finding.instead else "")
-                   for finding in findings)
 
 
 @dataclass(frozen=True)

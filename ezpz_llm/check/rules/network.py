@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TypeVar
 
 from ezpz_llm.base import group_by_key
+from ezpz_llm.check.findings import Finding, Level
 from ezpz_llm.check.node_facts import network_family
 from ezpz_llm.check.rules.gathered import (
     COMPUTE,
@@ -15,9 +16,7 @@ from ezpz_llm.check.rules.gathered import (
     NODE,
     READY,
     Facts,
-    Finding,
     Gathered,
-    Level,
     describe_differences,
     format_rate,
     node_ranges,
@@ -123,7 +122,8 @@ def _wrong_master_address(gathered: Gathered) -> Iterator[Finding]:
                       "unset MASTER_ADDR, so that launch sets it, or set it to an address of that node")
 
 
-def _missing_interfaces(gathered: Gathered) -> Iterator[Finding]:
+def missing_interfaces(gathered: Gathered) -> Iterator[Finding]:
+    """Yield a finding for each interface that a variable names and that a node does not have."""
     hosts = gathered.by_node()
     without_interface = group_by_key(((missing, f"{variable}={value}"), host) for host, ranks in hosts.items()
                                      for variable, value in ranks[0].get("named_interfaces", {}).items()
@@ -153,7 +153,7 @@ def _hostname_problems(gathered: Gathered) -> Iterator[Finding]:
                           "NCCL and UCX may try shared memory between them")
 
 
-SLOW, VERY_SLOW = 2.0, 5.0
+_SLOW, _VERY_SLOW = 2.0, 5.0
 """Slowdowns relative to the median from which a finding is a warning, and from which it is `bad`."""
 _SPREADS = 3.0
 _MAD_TO_DEVIATION = 1.4826
@@ -174,12 +174,12 @@ def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
     logs = {key: math.log(max(rate, 1e-9)) for key, rate in rates.items()}
     middle = statistics.median(logs.values())
     spread = _MAD_TO_DEVIATION * statistics.median(abs(value - middle) for value in logs.values())
-    threshold = max(math.log(SLOW), _SPREADS * spread)
+    threshold = max(math.log(_SLOW), _SPREADS * spread)
     return {key: math.exp(middle - value) for key, value in logs.items() if middle - value > threshold}
 
 
 def _slowdown_level(times: float) -> Level:
-    return "bad" if times >= VERY_SLOW else "warn"
+    return "bad" if times >= _VERY_SLOW else "warn"
 
 
 def _slow_matmuls(gathered: Gathered) -> Iterator[Finding]:
@@ -257,7 +257,7 @@ def _failed_links(gathered: Gathered) -> Iterator[Finding]:
                       "pass launch --interface NAME with an interface that reaches every node")
 
 
-REACH_RULES = (_unbound_port, _unreached_nodes, _wrong_master_address, _missing_interfaces, _hostname_problems)
+REACH_RULES = (_unbound_port, _unreached_nodes, _wrong_master_address, missing_interfaces, _hostname_problems)
 """Rules for the route to MASTER_ADDR:MASTER_PORT, and for interfaces."""
 LINK_RULES = (_wrong_network, _network_differences, _interface_differences, _failed_stages, _failed_links,
               _slow_matmuls, _slow_nodes, _slow_links)

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ezpz_llm.base import count_noun, group_by_key
+from ezpz_llm.check.findings import Finding, Level
 from ezpz_llm.check.rules.gathered import (
     MPI,
     READY,
     Facts,
-    Finding,
     Gathered,
-    Level,
     describe_differences,
     format_bytes,
     node_ranges,
@@ -26,12 +25,12 @@ MIN_SHARED_MEMORY = 2**28
 """Minimum free bytes of /dev/shm. With the 64 MiB of containers, SIGBUS kills data loaders and NCCL."""
 MIN_TEMPORARY_SPACE = 2**28
 MIN_MEMORY_PER_RANK = 2**30
-MIN_DEVICE_SHARE = 0.8
+_MIN_DEVICE_SHARE = 0.8
 """Minimum free fraction of a device's memory. If less is free, another process probably uses the device."""
-CLOCK_OFFSET_S = 2.0
+_CLOCK_OFFSET_S = 2.0
 
 
-def device_of(facts: Facts) -> str | None:
+def _device_of(facts: Facts) -> str | None:
     """Return a rank's accelerator, by UUID or PCI address if known, else by its visible index; None for CPU."""
     if identity := _device(facts).get("identity"):
         return str(identity)
@@ -53,7 +52,7 @@ def _shared_devices(gathered: Gathered) -> Iterator[Finding]:
         for host, ranks in gathered.by_node().items():
             # Ranks that use the CPU are not slowed by sharing a GPU.
             level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
-            owners = group_by_key((device, facts["local_rank"]) for facts in ranks if (device := device_of(facts)))
+            owners = group_by_key((device, facts["local_rank"]) for facts in ranks if (device := _device_of(facts)))
             yield from (((level, tuple(local_ranks)), (host, device)) for device, local_ranks in owners.items()
                         if len(local_ranks) > 1)
 
@@ -90,7 +89,7 @@ def _device_differences(gathered: Gathered) -> Iterator[Finding]:
 def _devices_in_use(gathered: Gathered) -> Iterator[Finding]:
     for facts, answer in gathered.measured(READY):
         device = answer["device"]
-        if device.get("total") and device["free"] < MIN_DEVICE_SHARE * device["total"]:
+        if device.get("total") and device["free"] < _MIN_DEVICE_SHARE * device["total"]:
             free, total = format_bytes(device["free"]), format_bytes(device["total"])
             yield Finding("warn", "devices",
                           f"the device of rank {facts['rank']} on {facts['host']} has only {free} of {total} free",
@@ -140,7 +139,7 @@ def _low_space(gathered: Gathered) -> Iterator[Finding]:
 def _clock_offsets(gathered: Gathered) -> Iterator[Finding]:
     for facts in gathered.reporting:
         offset, within = facts.get("clock", (0.0, 0.0))
-        if abs(offset) - within > CLOCK_OFFSET_S:
+        if abs(offset) - within > _CLOCK_OFFSET_S:
             yield Finding("warn", "clock", f"the clock of {facts['host']} is {abs(offset):.1f} s "
                                            f"{'ahead of' if offset > 0 else 'behind'} rank 0's",
                           "run chrony or ntpd there; times in logs cannot be compared")

@@ -28,7 +28,7 @@ DIALECTS = (
     Dialect("Open MPI", r"\w+ \(Open MPI\) (?P<version>[\w.]+)", openmpi.build_5, runs_mpi=True),
     # "mpiexec version 1.8.0 revision …": the form that public code for these machines parses; not captured.
     Dialect("Cray PALS", r"mpiexec version (?P<version>\d[\w.]*)", pals.build, site_name="pals",
-            cores=CoreOption.COUNT, runs_mpi=True),
+            cores=CoreOption.COUNT, device_options=("--gpu-bind",), runs_mpi=True),
     Dialect("Slurm", None, srun.build, cores=CoreOption.SCHEDULER, device_options=("--gpus-per-task", "--gpu-bind"),
             runs_mpi=True),
     Dialect("Flux", None, flux.build),

@@ -1,4 +1,4 @@
-"""srun's plug-in for MPI: without one, each rank of an MPI program would be alone in its own MPI world."""
+"""MPI programs under srun, whose default may be no plug-in for MPI, and torchrun, which does not support MPI."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from ezpz_llm.base import UserError, ask_command
 from ezpz_llm.launch.mpi_world import detect_mpi
 
-PLUGIN_VARIABLE = "SLURM_MPI_TYPE"
+_PLUGIN_VARIABLE = "SLURM_MPI_TYPE"
 """Variable that sets srun's default for `--mpi`."""
-NO_PLUGIN = "none"
+_NO_PLUGIN = "none"
 
 _SUPPORTED, _SUPPORTED_BY_OPEN_MPI = ("pmi2", "pmix"), ("pmix",)
 """Plug-ins in order of preference. A site whose MPI requires cray_shasta has it as the default."""
@@ -38,28 +38,28 @@ def mpi_settings(launcher: str, words: Sequence[str], program: str, ranks: int,
     if launcher == "torchrun":
         raise _disconnected_error(evidence, ranks, "torchrun, which does not support MPI",
                                   "--launcher mpiexec, or srun in a Slurm job")
-    if any(word.startswith("--mpi") for word in words) or env.get(PLUGIN_VARIABLE, NO_PLUGIN) != NO_PLUGIN:
+    if any(word.startswith("--mpi") for word in words) or env.get(_PLUGIN_VARIABLE, _NO_PLUGIN) != _NO_PLUGIN:
         return {}
-    source = f"{PLUGIN_VARIABLE}={NO_PLUGIN}"
+    source = f"{_PLUGIN_VARIABLE}={_NO_PLUGIN}"
     offered = offered_plugins(ask_command(["srun", "--mpi=list"], env, *query_limits).text or "")
     supported = _SUPPORTED_BY_OPEN_MPI if is_open_mpi else _SUPPORTED
     plugins = [name for name in supported if name in offered]
-    if not env.get(PLUGIN_VARIABLE):
+    if not env.get(_PLUGIN_VARIABLE):
         config = ask_command(["scontrol", "show", "config"], env, *query_limits).text or ""
         default = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
-        if default is None or default[1] != NO_PLUGIN:
+        if default is None or default[1] != _NO_PLUGIN:
             return {}
-        source = f"MpiDefault={NO_PLUGIN}"
+        source = f"MpiDefault={_NO_PLUGIN}"
         if plugins:
-            return {PLUGIN_VARIABLE: (plugins[0], f"{evidence}; with {source}, each rank would be alone in its own "
-                                                  "MPI world (rank 0 of 1)")}
+            return {_PLUGIN_VARIABLE: (plugins[0], f"{evidence}; with {source}, each rank would be alone in its "
+                                                   "own MPI world (rank 0 of 1)")}
     if plugins:
-        instead = f"{PLUGIN_VARIABLE}={plugins[0]} launch …; this srun supports {', '.join(offered)}"
+        instead = f"{_PLUGIN_VARIABLE}={plugins[0]} launch …; this srun supports {', '.join(offered)}"
     elif offered:
-        instead = (f"{PLUGIN_VARIABLE}=NAME launch …, if this MPI supports one of srun's plug-ins "
+        instead = (f"{_PLUGIN_VARIABLE}=NAME launch …, if this MPI supports one of srun's plug-ins "
                    f"({', '.join(offered)}), or --launcher mpiexec")
     else:
-        instead = f"{PLUGIN_VARIABLE}={supported[0]} launch …; for the plug-ins of this srun, run srun --mpi=list"
+        instead = f"{_PLUGIN_VARIABLE}={supported[0]} launch …; for the plug-ins of this srun, run srun --mpi=list"
     raise _disconnected_error(evidence, ranks, source, instead)
 
 
@@ -70,7 +70,7 @@ def offered_plugins(text: str) -> list[str]:
     pmix on a further line.
     """
     lines = [line.removeprefix("srun:").strip() for line in text.splitlines()]
-    return [line for line in lines if re.fullmatch(r"[a-z][\w.]*", line) and line != NO_PLUGIN]
+    return [line for line in lines if re.fullmatch(r"[a-z][\w.]*", line) and line != _NO_PLUGIN]
 
 
 def _disconnected_error(evidence: str, ranks: int, where: str, instead: str) -> UserError:

@@ -78,7 +78,7 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     if verdict is None or _all_succeeded(facts, reports, failures):
         return Postmortem(facts, 0, "all ranks succeeded")
     typed = None if own_launch is None else own_launch.typed or ()
-    content = Content(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
+    content = Content(run_dir, evidence, verdict, reports, *_last_lines(run_dir, verdict),
                       find_advice(verdict, evidence, run_dir, typed), resume_command(run_dir, typed))
     notes += slow_pattern_notes(texts)
     # Another user's run must not suggest files to remove.
@@ -215,7 +215,7 @@ def tail_text(path: Path, since: float = 0.0) -> str:
     return ""
 
 
-def last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str]]:
+def _last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str]]:
     """Return the rank that caused the failure, else the rank with the newest log, and the end of that log."""
     rank = verdict.rank
     if rank is None:

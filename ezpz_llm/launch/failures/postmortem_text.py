@@ -133,7 +133,7 @@ def _cause_lines(content: Content, with_lines: bool) -> list[str]:
                 lines.append(f"  last lines of the log of rank {content.lines_of}:")
             elif verdict.rank is None:
                 lines.append("  last lines of the most recent log:")
-            lines += [f"  | {line}" for line in collapse_similar_lines(content.lines)]
+            lines += [f"  | {line}" for line in _collapse_similar_lines(content.lines)]
         return lines
     lines = []
     if cause.exception is not None:
@@ -149,12 +149,12 @@ def _cause_lines(content: Content, with_lines: bool) -> list[str]:
     if cause.oom_killed:
         lines.append(f"  {cause.oom_killed}")
     if with_lines:
-        lines += [f"  | {line}" for line in collapse_similar_lines(cause.tail)] or ["  (no output)"]
+        lines += [f"  | {line}" for line in _collapse_similar_lines(cause.tail)] or ["  (no output)"]
     lines.append(f"  log: {content.run_dir.rank_log(cause.rank)}")
     return lines
 
 
-def collapse_similar_lines(lines: Sequence[str]) -> list[str]:
+def _collapse_similar_lines(lines: Sequence[str]) -> list[str]:
     """Collapse runs of lines that differ only in numbers, such as a loss table, to their last line."""
     collapsed: list[str] = []
     for _, run in itertools.groupby(lines, lambda line: _NUMBERS.sub("#", line)):

@@ -25,7 +25,7 @@ from ezpz_llm.launch.hostnames import NodeNames, is_same_node
 from ezpz_llm.launch.liveness import UNUSUAL_STATES
 from ezpz_llm.rundir.stop import Stop
 
-NEAR_LIMIT_S = 60.0
+_NEAR_LIMIT_S = 60.0
 """Slurm checks time limits every 30 s and rounds them to minutes; PBS enforces them late rather than early."""
 
 _SCHEDULER_KINDS = {
@@ -149,7 +149,7 @@ def _from_scheduler(evidence: Evidence) -> Verdict | None:
     terminated = [finding for finding in evidence.findings.values() if finding.kind is Kind.TERMINATED]
     if (launch_signalled or terminated) and facts.ends_at is not None:
         remaining_s = facts.ends_at - facts.ended
-        if remaining_s <= NEAR_LIMIT_S:
+        if remaining_s <= _NEAR_LIMIT_S:
             when = f"{remaining_s:.0f} s before" if remaining_s > 0 else f"{-remaining_s:.0f} s after"
             return Verdict(_external_code(evidence), Kind.TIME_LIMIT,
                            f"ended by {_external_signal(evidence)} {when} the job's end time")

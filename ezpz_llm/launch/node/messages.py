@@ -152,9 +152,9 @@ def _write_order(run_dir: RunDir, order: StopOrder | StacksOrder | SignalOrder) 
     return name
 
 
-REPORTS_PER_SECOND = 200
+_REPORTS_PER_SECOND = 200
 """Reports per second of all agents together; shared file systems often have a single metadata server."""
-READS_PER_SECOND = 2000
+_READS_PER_SECOND = 2000
 """Reads of orders per second of all agents together; a read costs less than a report."""
 KEEPALIVE_S = 10.0
 """Period after which an unchanged report is written again, if the agent's interval is 1 s.
@@ -215,7 +215,7 @@ class NodeReport:
 
 def control_interval_s(nodes: int) -> float:
     """Return the interval at which an agent reads orders: 1 s, longer above 2000 nodes."""
-    return max(1.0, nodes / READS_PER_SECOND)
+    return max(1.0, nodes / _READS_PER_SECOND)
 
 
 def interval_s(nodes: int) -> float:
@@ -223,7 +223,7 @@ def interval_s(nodes: int) -> float:
 
     The limit protects the file system.
     """
-    return max(1.0, nodes / REPORTS_PER_SECOND)
+    return max(1.0, nodes / _REPORTS_PER_SECOND)
 
 
 def write_report(run_dir: RunDir, report: NodeReport) -> None:

@@ -18,7 +18,7 @@ from ezpz_llm.launch.node.processes import Process, find_ancestor, has_signal_ha
 from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
 from ezpz_llm.rundir import RunDir
 
-BUSY_SHARE = 0.02
+_BUSY_SHARE = 0.02
 """Share of one core below which a rank is considered idle; not 0, since timer threads run even in a hung rank."""
 _MIN_BUSY_S = 0.05
 _HEARTBEAT_BYTES = 4096
@@ -82,7 +82,7 @@ class Gatherer:
         # If a process ends without its parent waiting for it, its CPU time drops out of the sum: continue from the
         # smaller sum.
         worked = cpu_s < life.cpu_s or (
-            cpu_s - life.cpu_s > _MIN_BUSY_S + BUSY_SHARE * (now - life.active_at))
+            cpu_s - life.cpu_s > _MIN_BUSY_S + _BUSY_SHARE * (now - life.active_at))
         if has_written or worked:
             life.log, life.cpu_s = log, cpu_s
         return has_written or worked

@@ -33,7 +33,7 @@ SCHEDULERS: tuple[Scheduler, ...] = (SlurmScheduler(), PbsScheduler(), FluxSched
 ENTRY_POINTS = "ezpz_llm.schedulers"
 
 QUICK, PATIENT = (1.0, 1), (5.0, 2)
-"""(timeout in seconds, tries) for a scheduler's command: for --dry-run, and for a run."""
+"""(timeout in seconds, number of tries) of a scheduler's command: QUICK for --dry-run, PATIENT for a run."""
 
 
 @cache
@@ -53,7 +53,7 @@ def schedulers() -> Mapping[str, Scheduler]:
         for _, pattern in plugin.PATTERNS:
             re.compile(pattern)
         if by_name.setdefault(plugin.NAME, plugin) is not plugin:
-            return f"a scheduler named {plugin.NAME} exists already"
+            return f"a scheduler named {plugin.NAME} already exists"
         return None
 
     entry_points(ENTRY_POINTS, find_problem)
@@ -71,13 +71,13 @@ def step_launchers() -> tuple[str, ...]:
 
 
 def rank_names() -> dict[str, str]:
-    """Return settings that tell ranks in which variables the step launchers of plugins pass rank numbers."""
+    """Return the setting that tells ranks which variables hold the rank numbers of plug-in step launchers."""
     launchers = (scheduler.step_launcher() for scheduler in schedulers().values())
     return names_for_ranks([launcher.ranks for launcher in launchers if launcher and launcher.ranks])
 
 
 def scheduler_of(allocation: Allocation) -> Scheduler | None:
-    """Return the scheduler of the allocation's job, or None without a job."""
+    """Return the scheduler of the allocation's job, or None if there is no job."""
     return schedulers().get(allocation.scheduler)
 
 
@@ -89,7 +89,7 @@ def scheduler_here(env: Mapping[str, str]) -> Scheduler | None:
 def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: str | None = None) -> Allocation:
     """Return the allocation that `env` describes.
 
-    Reads only the environment and node files. Flux has neither, so its broker is queried.
+    Reads only the environment and node files, except under Flux, whose broker is queried.
 
     Args:
         wanted: a scheduler's name, "none", or "auto" for the scheduler whose job this process is in.
@@ -132,7 +132,7 @@ def supplement(allocation: Allocation, env: Mapping[str, str],
 
 
 def _allocation_or_local(name: str, env: Mapping[str, str], hosts_from: str | None) -> Allocation:
-    """Return the job's allocation; this node if the allocation cannot be read but the user names nodes."""
+    """Return the job's allocation, or this node if the allocation cannot be read and the user names nodes."""
     try:
         return _allocation_of(name, env)
     except UserError as error:
@@ -168,7 +168,7 @@ def _rank_source(env: Mapping[str, str]) -> str | None:
 
 
 def _reject_traces(env: Mapping[str, str]) -> None:
-    """Raise if a job's nodes are set but its id is not: one rank on this node would be wrong.
+    """Raise if a job's nodes are set but its id is not, instead of running one rank on this node.
 
     Raises:
         UserError: one of a scheduler's TRACES is set.

@@ -138,12 +138,10 @@ class FluxScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
-        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
         word = re.split(r"[=\s]", line.removeprefix(self.DIRECTIVE).strip())[0]
         return {_SHORT.get(word, word)}
 
     def submission(self, script: str, after: str | None) -> list[str]:
-        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
         return [self.PROGRAM, "batch", *([f"--dependency=afterany:{after}"] if after else []), script]
 
     def job_id(self, line: str) -> str | None:
@@ -151,11 +149,9 @@ class FluxScheduler(BatchScheduler):
         return line if re.fullmatch(r"[ƒf][1-9A-HJ-NP-Za-km-z]+", line) else None
 
     def watch(self, ids: list[str]) -> str:
-        """Return the command that shows these jobs."""
         return f"flux jobs {' '.join(ids)}"
 
     def cancel(self, ids: list[str]) -> str:
-        """Return the command that cancels these jobs."""
         return f"flux cancel {' '.join(ids)}"
 
     def output_file(self, request: Request, job: str) -> str:

@@ -69,7 +69,7 @@ class UnsupportedScheduler:
 
     Attributes:
         variables: variables that are set only in its jobs. The first has the job's id.
-        hostfile_commands: commands written after the scheduler's documentation.
+        hostfile_commands: commands based on the scheduler's documentation.
     """
 
     name: str
@@ -77,7 +77,7 @@ class UnsupportedScheduler:
     hostfile_commands: tuple[HostfileCommand, ...]
 
 
-UNSUPPORTED_SCHEDULERS = (
+_UNSUPPORTED_SCHEDULERS = (
     # https://www.ibm.com/docs/en/tllm/5.1.0, "LoadLeveler variables for setting up the job environment".
     UnsupportedScheduler("LoadLeveler", ("LOADL_STEP_ID", "LOADL_PROCESSOR_LIST"),
                          (HostfileCommand("LOADL_PROCESSOR_LIST", "printf '%s\\n' $LOADL_PROCESSOR_LIST > hosts"),
@@ -85,25 +85,25 @@ UNSUPPORTED_SCHEDULERS = (
 )
 
 
-def find_unsupported_job(env: Mapping[str, str]) -> tuple[UnsupportedScheduler, str] | None:
+def _find_unsupported_job(env: Mapping[str, str]) -> tuple[UnsupportedScheduler, str] | None:
     """Return the unsupported scheduler whose job this is, and the variable that shows it."""
-    return next(((scheduler, name) for scheduler in UNSUPPORTED_SCHEDULERS for name in scheduler.variables
+    return next(((scheduler, name) for scheduler in _UNSUPPORTED_SCHEDULERS for name in scheduler.variables
                  if env.get(name)), None)
 
 
 def overridden_job_note(env: Mapping[str, str], why: str) -> tuple[str, ...]:
     """Return a note if a user's option, named in `why`, overrides the job of an unsupported scheduler."""
-    match = find_unsupported_job(env)
+    match = _find_unsupported_job(env)
     return (f"ignoring {match[1]}={env[match[1]]} ({why})",) if match else ()
 
 
 def reject_unsupported_job(env: Mapping[str, str]) -> None:
-    """Raise in a job of an unsupported scheduler: one rank on this node would be wrong.
+    """Raise an error in a job of an unsupported scheduler, instead of running one rank on this node.
 
     Raises:
-        UserError: this is a job of one of `UNSUPPORTED_SCHEDULERS`.
+        UserError: this is a job of one of `_UNSUPPORTED_SCHEDULERS`.
     """
-    if match := find_unsupported_job(env):
+    if match := _find_unsupported_job(env):
         scheduler, name = match
         job = f"{scheduler.name} job {env[name]}" if name == scheduler.variables[0] else job_of(scheduler.name)
         raise UserError(f"this is {job}, but launch does not support {scheduler.name} and cannot determine its"

@@ -39,7 +39,6 @@ class LsfScheduler(BatchScheduler):
     NAME = "lsf"
     TITLE = "LSF"
     JOB_VARIABLE = "LSB_JOBID"
-    JOB_QUERY = (("bjobs", "-noheader", "-o", "stat"), ("is not found",))
     TRACES = ("LSB_MCPU_HOSTS", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "LSB_BATCH_JID", "LSB_DJOB_NUMPROC",
               "LSB_AFFINITY_HOSTFILE", "LSB_DJOB_RANKFILE")
     JOB_PREFIXES = ("LSB_", "LSF_JOB")
@@ -154,7 +153,6 @@ class LsfScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
-        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
         _, word, *value = line.split(maxsplit=2)
         if word == "-R":
             # bsub combines several -R, but accepts only one span.
@@ -176,15 +174,12 @@ class LsfScheduler(BatchScheduler):
         return match[1] if match else None
 
     def watch(self, ids: list[str]) -> str:
-        """Return the command that shows these jobs."""
         return f"bjobs {shlex.join(ids)}"
 
     def cancel(self, ids: list[str]) -> str:
-        """Return the command that cancels these jobs."""
         return f"bkill {shlex.join(ids)}"
 
     def output_file(self, request: Request, job: str) -> str:
-        """Return the path of the job's output file."""
         return str(request.output / f"job-{job}.log")
 
 

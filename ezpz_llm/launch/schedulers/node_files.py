@@ -36,12 +36,12 @@ def parse_slot_columns(text: str) -> tuple[Node, ...]:
     return tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
-def parse_core_lines(text: str) -> tuple[Node, ...]:
+def _parse_core_lines(text: str) -> tuple[Node, ...]:
     """Parse OAR's file, which has a line per reserved core."""
     return tuple(Node(name, cores=count) for name, count in count_repeats(text.split()).items())
 
 
-def parse_node_lines(text: str) -> tuple[Node, ...]:
+def _parse_node_lines(text: str) -> tuple[Node, ...]:
     """Parse one hostname per line. If any line is repeated, a node's slots are its number of lines."""
     counts = count_repeats(text.split())
     requests_slots = any(count > 1 for count in counts.values())
@@ -49,7 +49,7 @@ def parse_node_lines(text: str) -> tuple[Node, ...]:
 
 
 @dataclass(frozen=True)
-class NodeFileScheduler(Scheduler):
+class _NodeFileScheduler(Scheduler):
     """Scheduler that lists a job's nodes in a file.
 
     Attributes:
@@ -73,7 +73,6 @@ class NodeFileScheduler(Scheduler):
     SITE_CORES_COUNT: bool = True
 
     def mark(self, env: Mapping[str, str]) -> str | None:
-        """Return the variable that marks `env` as a job of this scheduler; None outside a job."""
         name = next((name for name in (self.JOB_VARIABLE, *self.ALIASES) if env.get(name)), None)
         return name if not self.needs or any(env.get(needed) for needed in self.needs) else None
 
@@ -104,7 +103,7 @@ class NodeFileScheduler(Scheduler):
         return Allocation(self.NAME, job_id, hosts, None, variable)
 
 
-GRID_ENGINE = NodeFileScheduler(
+GRID_ENGINE = _NodeFileScheduler(
     "sge", "Grid Engine", "JOB_ID", ("PE_HOSTFILE",), parse_slot_columns,
     (HostfileCommand("PE_HOSTFILE",
                      "awk '!n[$1] {o[++k] = $1} {n[$1] += $2} END {for (i = 1; i <= k; i++) print o[i]"
@@ -115,18 +114,18 @@ GRID_ENGINE = NodeFileScheduler(
 
 _OAR_FILES = ("OAR_NODEFILE", "OAR_NODE_FILE", "OAR_FILE_NODES", "OAR_RESOURCE_FILE")
 
-OAR = NodeFileScheduler(
-    "oar", "OAR", "OAR_JOB_ID", _OAR_FILES, parse_core_lines,
+OAR = _NodeFileScheduler(
+    "oar", "OAR", "OAR_JOB_ID", _OAR_FILES, _parse_core_lines,
     tuple(HostfileCommand(name, f'uniq "${name}" > hosts', is_file=True) for name in _OAR_FILES),
     ALIASES=("OAR_JOBID",), TRACES=_OAR_FILES, REMOTE_SHELL=("oarsh",))
 
-COBALT = NodeFileScheduler(
-    "cobalt", "Cobalt", "COBALT_JOBID", ("COBALT_NODEFILE",), parse_node_lines,
+COBALT = _NodeFileScheduler(
+    "cobalt", "Cobalt", "COBALT_JOBID", ("COBALT_NODEFILE",), _parse_node_lines,
     (HostfileCommand("COBALT_NODEFILE", 'cp "$COBALT_NODEFILE" hosts', is_file=True),),
     TRACES=("COBALT_NODEFILE", "COBALT_PARTNAME", "COBALT_JOBSIZE"))
 
-PJM = NodeFileScheduler(
-    "pjm", "PJM", "PJM_JOBID", ("PJM_O_NODEINF",), parse_node_lines,
+PJM = _NodeFileScheduler(
+    "pjm", "PJM", "PJM_JOBID", ("PJM_O_NODEINF",), _parse_node_lines,
     (HostfileCommand("PJM_O_NODEINF", 'cp "$PJM_O_NODEINF" hosts', is_file=True),),
     TRACES=("PJM_O_NODEINF", "PJM_ENVIRONMENT", "PJM_NODE"), REMOTE_SHELL=("pjrsh",))
 

@@ -69,7 +69,6 @@ class PbsScheduler(BatchScheduler):
                         """qstat -f "$PBS_JOBID" | tr -d '\\n\\t' | sed 's/.* exec_host = \\([^ ]*\\).*/\\1/'"""
                         """ | tr + '\\n' | sed 's|/.*||' | uniq > hosts""", "qstat"),
     )
-    JOB_QUERY = (("qstat",), ("Unknown Job Id", "has finished"))
     SITE_CORES_COUNT = True
     """NCPUS is the number of CPUs of a chunk. At sites that allocate whole nodes, few users request CPUs."""
     PATTERNS = (
@@ -194,7 +193,6 @@ class PbsScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
-        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
         fields = line.split()
         if fields[1] != "-l":
             return {fields[1]}
@@ -202,7 +200,6 @@ class PbsScheduler(BatchScheduler):
         return {f"-l {name}" for name in re.findall(r"(?:^|,)(\w+)=", fields[2] if len(fields) > 2 else "")}
 
     def submission(self, script: str, after: str | None) -> list[str]:
-        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
         dependency = ["-W", f"depend=afterany:{after}"] if after else []
         return [self.PROGRAM, *dependency, script]
 
@@ -215,11 +212,9 @@ class PbsScheduler(BatchScheduler):
         return {"PBS_O_HOST": submit_host}
 
     def watch(self, ids: list[str]) -> str:
-        """Return the command that shows these jobs."""
         return f"qstat {shlex.join(ids)}"
 
     def cancel(self, ids: list[str]) -> str:
-        """Return the command that cancels these jobs."""
         return f"qdel {shlex.join(ids)}"
 
     def output_file(self, request: Request, job: str) -> str:

@@ -175,7 +175,6 @@ class Scheduler(ABC):
         USER_VARIABLES: variables with such a prefix that configure its commands.
         SITE_VARIABLES: variables by which site files may identify the machine.
         HOSTFILE_COMMANDS: shell commands that write the job's nodes to the file `hosts`, the best first.
-        JOB_QUERY: a command, to which the job's id is appended, and texts in its reply for a job that has ended.
         COMMANDS: commands by which doctor finds the scheduler on PATH.
         KEEPS_NODE_ORDER: its step launcher always numbers nodes in the job's order.
         STARTS_MPI_DAEMONS: mpiexec starts its daemons with srun in its jobs.
@@ -197,7 +196,6 @@ class Scheduler(ABC):
     USER_VARIABLES: tuple[str, ...] = ()
     SITE_VARIABLES: tuple[str, ...] = ()
     HOSTFILE_COMMANDS: tuple[HostfileCommand, ...] = ()
-    JOB_QUERY: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     COMMANDS: tuple[str, ...] = ()
     KEEPS_NODE_ORDER: bool = False
     STARTS_MPI_DAEMONS: bool = False

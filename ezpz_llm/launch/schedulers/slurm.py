@@ -39,7 +39,6 @@ from ezpz_llm.launch.schedulers.scheduler import (
 from ezpz_llm.launch.schedulers.slurm_queries import STAMP, add_devices, add_end_time
 from ezpz_llm.launch.schedulers.slurm_tasks import Tasks, count_devices, expand_layout, requested_tasks
 
-_NOTHING_LISTED = "code 0,"
 _MAX_GROUPS = 128
 """Slurm's limit on the components of a heterogeneous job."""
 _FIRST_SPECIAL_STEP = 4294967290
@@ -87,7 +86,6 @@ class SlurmScheduler(BatchScheduler):
         *(HostfileCommand(name, f'scontrol show hostnames "${name}" > hosts', "scontrol")
           for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")),
     )
-    JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", _NOTHING_LISTED))
     KEEPS_NODE_ORDER = STARTS_MPI_DAEMONS = True
     COPIER = "sbcast"
     PATTERNS = (
@@ -233,7 +231,7 @@ class SlurmScheduler(BatchScheduler):
         """Return True if squeue lists none of these steps: it lists a step until its last process has ended."""
         # squeue lists a step of an array task under a name other than the queried one, so names are not compared.
         answer = ask_command(("squeue", "--noheader", f"--steps={','.join(steps)}"), os.environ, _STEP_TIMEOUT_S)
-        return _NOTHING_LISTED in answer.complaint
+        return "code 0," in answer.complaint  # squeue printed nothing
 
     def copy_to_nodes(self, source: Path, target: str) -> bool:
         """Copy a file to each node with sbcast. Print its errors to stderr."""
@@ -273,12 +271,10 @@ class SlurmScheduler(BatchScheduler):
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
-        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
         word = re.split(r"[=\s]", line.split()[1])[0]
         return {_SHORT.get(word, word)}
 
     def submission(self, script: str, after: str | None) -> list[str]:
-        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
         dependency = [f"--dependency=afterany:{after}"] if after else []
         return [self.PROGRAM, "--parsable", *dependency, script]
 
@@ -288,15 +284,12 @@ class SlurmScheduler(BatchScheduler):
         return match[1] if match else None
 
     def watch(self, ids: list[str]) -> str:
-        """Return the command that shows these jobs."""
         return f"squeue -j {','.join(ids)}"
 
     def cancel(self, ids: list[str]) -> str:
-        """Return the command that cancels these jobs."""
         return f"scancel {' '.join(ids)}"
 
     def output_file(self, request: Request, job: str) -> str:
-        """Return the path of the job's output file."""
         return str(request.output / f"job-{job}.log")
 
 

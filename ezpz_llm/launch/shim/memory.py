@@ -58,7 +58,7 @@ def find_oom_evidence(before: Counts, pids: Collection[int], since: float, is_ki
         since: monotonic time; earlier messages of the kernel are ignored.
         is_killed: True if the rank was killed; the kernel log is searched only then.
     """
-    messages = find_kill_messages(read_kernel_log(since)) if is_killed else {}
+    messages = find_kill_messages(_read_kernel_log(since)) if is_killed else {}
     for pid in pids:
         if pid in messages:
             return f"kernel log: {messages[pid]}"
@@ -77,7 +77,7 @@ def find_kill_messages(lines: Collection[str]) -> dict[int, str]:
     return {int(match[1]): match[0].strip() for match in matches if match}
 
 
-def read_kernel_log(since: float) -> list[str]:
+def _read_kernel_log(since: float) -> list[str]:
     """Return the kernel's messages since the monotonic time `since`, as far as this user may read them."""
     try:
         return list(_from_device(since))

@@ -33,7 +33,7 @@ from ezpz_llm.launch.variables import (
 )
 from ezpz_llm.rundir import RunDir
 
-EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127
+_EXIT_NOT_EXECUTABLE, _EXIT_NOT_FOUND = 126, 127
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (*_ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
@@ -91,7 +91,7 @@ class Rank:
         try:
             child = self._start({stream: write_end for stream, (_, write_end) in pipes.items()})
         except OSError as error:
-            code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+            code = _EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else _EXIT_NOT_EXECUTABLE
             self.output.write_message(f"cannot run {self.command[0]!r}: {error.strerror}")
             self._finish(os.getpid(), code, None)
         else:

@@ -42,7 +42,7 @@ from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 _STALE_S = 3600
 
 
@@ -177,9 +177,9 @@ def _mpi_opener() -> Callable[[str], contextlib.AbstractContextManager[BinaryIO]
         """Open, on every rank, an archive that only rank 0 needs to read."""
         if world.rank == 0:
             with open(path, "rb") as file:
-                yield io.BufferedReader(_Broadcast(world, file), CHUNK_BYTES)
+                yield io.BufferedReader(_Broadcast(world, file), _CHUNK_BYTES)
         else:
-            yield io.BufferedReader(_Broadcast(world, None), CHUNK_BYTES)
+            yield io.BufferedReader(_Broadcast(world, None), _CHUNK_BYTES)
 
     return open_archive
 
@@ -196,7 +196,7 @@ class _Broadcast(io.RawIOBase):
     def __init__(self, world: MPI.Intracomm, file: io.BufferedIOBase | None) -> None:
         self._world = world
         self._file = file
-        self._chunk = bytearray(CHUNK_BYTES)
+        self._chunk = bytearray(_CHUNK_BYTES)
         self._unread = memoryview(b"")
 
     def readable(self) -> bool:

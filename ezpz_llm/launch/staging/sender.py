@@ -39,8 +39,8 @@ def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]
     began = time.monotonic()
     roots = find_roots()
     archives = make_archives(roots, cache_dir(env) / "staging")
-    method = choose_method(plan, env)
-    local_dir = local_folder(plan, env)
+    method = _choose_method(plan, env)
+    local_dir = _local_folder(plan, env)
     print(_announcement(archives, method, plan, local_dir), file=sys.stderr, flush=True)
     prefix = f"{local_dir}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
     if method == "sbcast":
@@ -62,7 +62,7 @@ def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]
             folder=str(folder), way=method, seconds=round(seconds, 3), archives=[
                 ArchiveRecord(path=str(archive.path), files=archive.files, bytes=archive.bytes,
                               is_new=archive.is_new) for archive in archives]))
-        relocated_plan = relocate(plan, roots, folder, env)
+        relocated_plan = _relocate(plan, roots, folder, env)
         if method == "squashfs":
             relocated_plan = _with_mount(relocated_plan, folder, _image_paths(archives))
         yield relocated_plan
@@ -70,7 +70,7 @@ def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]
         run(_step(plan, options, ("bash", "-c", UNMOUNT, "unmount", str(folder)), "remove"), None, _LIMIT_S)
 
 
-def choose_method(plan: LaunchPlan, env: Mapping[str, str]) -> str:
+def _choose_method(plan: LaunchPlan, env: Mapping[str, str]) -> str:
     """Choose how the nodes get the archives.
 
     On a single node: squashfs if the site sets it, else "file", by which each node reads the archives itself. On
@@ -88,7 +88,7 @@ def choose_method(plan: LaunchPlan, env: Mapping[str, str]) -> str:
     return "mpi" if has_mpi else "file"
 
 
-def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
+def _local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
     """Return the folder on each node's local disk: the job's own, such as SLURM_TMPDIR, else /local, else /tmp."""
     if folder := next(filter(None, (scheduler.local_folder(env) for scheduler in schedulers().values())), None):
         return folder
@@ -153,7 +153,7 @@ def _run(step: LaunchPlan) -> None:
 _RELOCATED_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
 
 
-def relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str, str]) -> LaunchPlan:
+def _relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[str, str]) -> LaunchPlan:
     """Return `plan` with the Python, programs and variables of the copy in `to`.
 
     The launcher is not replaced, because it runs on this node, which may not have a copy. The user's arguments are

@@ -25,4 +25,4 @@ class _AdamW(Optimizer):
 
 
 ADAMW = _AdamW("adamw", "AdamW", _FP32, can_offload=True)
-UNFUSED = _AdamW("adamw_unfused", "AdamW (unfused)", _FP32, is_fused=False)
+_UNFUSED = _AdamW("adamw_unfused", "AdamW (unfused)", _FP32, is_fused=False)

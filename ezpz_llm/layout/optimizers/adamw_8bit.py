@@ -92,5 +92,5 @@ def _rounded(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, t
     return numbers.to(torch.uint8).flatten()[:values.numel()].view(values.shape), scales
 
 
-ADAMW_8BIT = _AdamW8bit("adamw_8bit", "AdamW (8-bit moments)", {"exp_avg": 1, "exp_avg_sq": 1},
-                        package="bitsandbytes", install="ezpz_llm[8bit]")
+_ADAMW_8BIT = _AdamW8bit("adamw_8bit", "AdamW (8-bit moments)", {"exp_avg": 1, "exp_avg_sq": 1},
+                         package="bitsandbytes", install="ezpz_llm[8bit]")

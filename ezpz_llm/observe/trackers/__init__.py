@@ -22,7 +22,7 @@ from ezpz_llm.rundir import RunDir, SideFiles
 from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import TrackerRun, read_record
 
-CLOSE_WITHIN_S = 60.0
+_CLOSE_WITHIN_S = 60.0
 """Maximum time in seconds to wait for the trackers when the run ends."""
 
 _SETTINGS = ("config", "model", "parameters", "precision", "data", "environment")
@@ -91,9 +91,9 @@ class Tracking:
             return
         self._failed = failed
         self._waiting.put(None)
-        self._thread.join(CLOSE_WITHIN_S)
+        self._thread.join(_CLOSE_WITHIN_S)
         if self._thread.is_alive():
-            _warn(f"{' and '.join(self._open)} did not finish within {CLOSE_WITHIN_S:.0f} s; metrics.jsonl is "
+            _warn(f"{' and '.join(self._open)} did not finish within {_CLOSE_WITHIN_S:.0f} s; metrics.jsonl is "
                   "complete")
 
     def _run(self) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from ezpz_llm.observe.trackers.tracker import Row, TrackerArguments
 
 
-class WeightsAndBiases:
+class _WeightsAndBiases:
     """Run with the optimizer step as x axis. A resumed attempt keeps its id."""
 
     def __init__(self, arguments: TrackerArguments) -> None:
@@ -49,4 +49,4 @@ class WeightsAndBiases:
         self._wandb.teardown()
 
 
-open_tracker = WeightsAndBiases
+open_tracker = _WeightsAndBiases

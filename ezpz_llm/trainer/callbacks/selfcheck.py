@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,26 +11,26 @@ import torch
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather, all_reduce
+from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.gradients import GroupNorms
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.init import decay_counts, initial_std
 from ezpz_llm.model.parameters import parameter_shapes
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
-FIRST_LOSS_TOLERANCE = 0.3
+_FIRST_LOSS_TOLERANCE = 0.3
 """Tolerance of the first loss in nats. The losses of batches of a few thousand tokens differ by 0.05."""
-OVERFIT_FRACTION = 0.5
+_OVERFIT_FRACTION = 0.5
 """The batch is overfitted if the last loss is below this fraction of the first."""
 
 
-class SelfChecks:
-    """Self-checks of a run, the same on every rank.
+class SelfChecks(Callback):
+    """Self-checks of a run at its first log, the same on every rank."""
 
-    Call `observe` with each metrics line, and `results` after each flush.
-    """
-
-    def __init__(self, plan: RunPlan, first_step: int) -> None:
-        self._config, self._model = plan.config, plan.model
+    def __init__(self, plan: RunPlan, engine: Engine, first_step: int) -> None:
+        self._config, self._model, self._verbose = plan.config, plan.model, plan.verbose
+        self._engine = engine
         self._first = first_step == 0
         self._loaded = plan.init_weights_source is not None
         self._stepped: GroupNorms | None = None
@@ -37,10 +38,22 @@ class SelfChecks:
         self._concluded = False
         self._losses: list[float | None] = []
 
-    def record_stepped(self, norms: GroupNorms | None) -> None:
-        """Record what the optimizer stepped in the first step; `norms` is None if the engine cannot tell."""
+    def on_step_end(self, context: CallbackContext) -> None:
+        """Keep what the optimizer stepped in the first step, if the engine can tell."""
         if not self._concluded and self._first_line is None:
-            self._stepped = norms
+            self._stepped = self._engine.step_skip.last_measured
+
+    def on_log(self, context: CallbackContext, lines: Sequence[dict[str, Any]]) -> None:
+        """Check the run at its first log; print warnings, or with --verbose all results."""
+        for line in lines:
+            self.observe(line)
+        if not (results := self.results(context.dist)):
+            return
+        for text in (["checks     " + "\n           ".join(results)] if self._verbose else
+                     [text for text in results if text.startswith("warning: ")]):
+            context.print(text)
+        if context.dist.is_main:
+            context.dist.side.update_record(context.dist.run_dir, checks=results)
 
     def observe(self, line: dict[str, Any]) -> None:
         """Keep this process's first metrics line, and its first and last loss."""
@@ -61,7 +74,7 @@ class SelfChecks:
         stepped, self._stepped = self._stepped, None
         results = [*self._gradients(stepped, dist), self._optimizer(stepped, dist)] if stepped and updated else []
         if self._first and (loss := self._first_line["loss"]) is not None:
-            remark = first_loss_of_weights(self._model, loss) if self._loaded else first_loss(self._model, loss)
+            remark = _first_loss_of_weights(self._model, loss) if self._loaded else first_loss(self._model, loss)
             results += [remark] if remark else []
         return results
 
@@ -86,7 +99,7 @@ class SelfChecks:
     def overfit_failure(self) -> str | None:
         """Return the failure of `--overfit-one-batch`; None if the run overfitted its batch."""
         first, last = self._losses[0], self._losses[-1]
-        if first is not None and last is not None and last < OVERFIT_FRACTION * first:
+        if first is not None and last is not None and last < _OVERFIT_FRACTION * first:
             return None
         return (f"failed to overfit one batch: the loss was {_show(first)} in the first step and is {_show(last)} "
                 f"after {self._config.steps} steps")
@@ -140,13 +153,13 @@ def first_loss(model: ModelConfig, loss: float) -> str:
     """Describe the actual and expected loss of an untrained model, as a warning if they differ too much."""
     expected = expected_first_loss(model)
     text = f"first loss {loss:.4f}, expected {expected:.2f} (ln V plus half the variance of the logits)"
-    if abs(loss - expected) <= FIRST_LOSS_TOLERANCE:
+    if abs(loss - expected) <= _FIRST_LOSS_TOLERANCE:
         return text
-    return (f"warning: {text}: they differ by more than {FIRST_LOSS_TOLERANCE}. Check the initialization, the "
+    return (f"warning: {text}: they differ by more than {_FIRST_LOSS_TOLERANCE}. Check the initialization, the "
             f"vocabulary ({model.vocab_size} tokens) and the targets")
 
 
-def first_loss_of_weights(model: ModelConfig, loss: float) -> str | None:
+def _first_loss_of_weights(model: ModelConfig, loss: float) -> str | None:
     """Return a warning if loaded weights predict worse than a uniform guess."""
     guess = math.log(model.vocab_size)
     if loss <= guess:

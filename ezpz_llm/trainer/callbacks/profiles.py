@@ -3,49 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.optional_work import OptionalWork
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.step_trace import StepTrace
 from ezpz_llm.model.parameters import product_flops_per_token
-from ezpz_llm.observe import PythonProfile, StepWatch, TraceProfile, profile_window
+from ezpz_llm.observe import PythonProfile, StepWatch, TraceProfile, WallClock, profile_window
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
 
-@dataclass
-class OptionalWatch:
-    """Wrapper that disables a profile at its first failure, instead of ending the run.
+class StepProfile(Callback):
+    """Profile of some steps, which is disabled at its first failure, instead of ending the run.
 
     `after_step(collective_at)` of the watch makes collective calls; all other calls of the watch are local.
     """
 
-    watch: StepWatch
-    what: str
-    optional: OptionalWork
-    collective_at: int | None = None
-    failed: bool = False
+    def __init__(self, watch: StepWatch, what: str, dist: Dist, clock: WallClock,
+                 collective_at: int | None = None) -> None:
+        self.watch = watch
+        self._what, self._optional, self._clock = what, dist.optional, clock
+        self._collective_at = collective_at
+        self._last_step, self._failed = -1, False
 
-    def before_step(self, step: int) -> None:
-        """Call the watch before a step."""
-        self._attempt(lambda: self.watch.before_step(step))
+    def on_step_begin(self, context: CallbackContext) -> None:
+        """Call the watch before a step. After a rollback to an earlier step, close it first."""
+        with self._clock.span("profiles"):
+            if context.step <= self._last_step:
+                self._attempt(self.watch.close)
+            self._last_step = context.step
+            self._attempt(lambda: self.watch.before_step(context.step))
 
-    def after_step(self, step: int) -> None:
+    def on_step_end(self, context: CallbackContext) -> None:
         """Call the watch after a step."""
-        if step == self.collective_at:
-            self.optional.attempt_together(self.what, lambda: self._after_collective_step(step))
-        else:
-            self._attempt(lambda: self.watch.after_step(step))
+        step = context.step - 1
+        with self._clock.span("profiles"):
+            if step == self._collective_at:
+                self._optional.attempt_together(self._what, lambda: self._after_collective_step(step))
+            else:
+                self._attempt(lambda: self.watch.after_step(step))
 
-    def close(self) -> None:
-        """Close the watch at the end of the run."""
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Close the watch."""
         self._attempt(self.watch.close)
 
     def _after_collective_step(self, step: int) -> None:
-        if self.failed:
+        if self._failed:
             raise RuntimeError("it did not start on this rank")
         self.watch.after_step(step)
 
@@ -55,28 +60,28 @@ class OptionalWatch:
             action()
             return True
 
-        if not self.failed:
-            self.failed = self.optional.attempt(self.what, succeeded) is None
+        if not self._failed:
+            self._failed = self._optional.attempt(self._what, succeeded) is None
 
 
-def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list[OptionalWatch]:
+def profiles(plan: RunPlan, dist: Dist, engine: Engine, clock: WallClock, first_step: int) -> list[StepProfile]:
     """Return the configured profiles: Python on rank 0, traces on every rank."""
     config = plan.config
-    watches: list[OptionalWatch] = []
+    configured: list[StepProfile] = []
     if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):
-        watches.append(OptionalWatch(PythonProfile(dist.run_dir, window, dist.side), "the Python profile",
-                                     dist.optional))
+        configured.append(StepProfile(PythonProfile(dist.run_dir, window, dist.side), "the Python profile", dist,
+                                      clock))
     # Trace after the Python profile, so that neither measures the other. Leave one step before the trace for
     # StepTrace, and exclude the last step, since the work at the end of the run follows it.
     skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
     window = profile_window(first_step + 1, config.steps - 1, config.trace_steps, skip)
     if not config.trace_steps or window is None:
-        return watches
+        return configured
     step_trace = StepTrace(window.first - 1, dist, engine, counts=not config.compile,
                            products=_forward_matmul_flops(plan))
     trace = TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, step_trace), dist.side)
-    return [*watches, OptionalWatch(step_trace, "the trace of one step", dist.optional, window.first - 1),
-            OptionalWatch(trace, "the trace of steps", dist.optional)]
+    return [*configured, StepProfile(step_trace, "the trace of one step", dist, clock, window.first - 1),
+            StepProfile(trace, "the trace of steps", dist, clock)]
 
 
 def _forward_matmul_flops(plan: RunPlan) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,13 +18,15 @@ from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import most_logits_on
 from ezpz_llm.model.loss_chunk import choose_chunk
 from ezpz_llm.observe.tables import table
+from ezpz_llm.rundir.records import Memory as MemoryRecord
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "copy")
-SECONDARY: Kind = "secondary"
+_SECONDARY: Kind = "secondary"
 """Second copy of the parameters, under hpZ only."""
 _UNSHARDED = "whole"
-_NAMES: dict[str, str] = {"copy": "master weights", SECONDARY: "second copy of parameters (hpZ)",
+_NAMES: dict[str, str] = {"copy": "master weights", _SECONDARY: "second copy of parameters (hpZ)",
                           _UNSHARDED: "temporarily unsharded (fsdp2)"}
 
 
@@ -46,34 +47,44 @@ class Memory:
     host_peak: int
     device: str
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> MemoryRecord:
         """Return the value of `memory` in run.json."""
-        return {"expected": self.expected, "elsewhere": self.elsewhere, "measured": self.measured,
-                "peak": self.peak, "reserved": self.reserved, "host_peak": self.host_peak}
+        return MemoryRecord(expected={**self.expected}, elsewhere={**self.elsewhere}, measured={**self.measured},
+                            peak=self.peak, reserved=self.reserved, host_peak=self.host_peak)
 
 
-class MemoryWatch:
+class MemoryWatch(Callback):
     """Measurement of an engine's tensors: gradients and hpZ's second copy in the optimizer step, which frees them,
-    and all others in `result`."""
+    and all others at the end of the run.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Attributes:
+        memory: the result, once the run has ended; None if the measurement failed.
+    """
+
+    def __init__(self, plan: RunPlan, engine: Engine) -> None:
+        self.memory: Memory | None = None
+        self._plan, self._engine = plan, engine
         self._at_step: dict[str, int] = {}
         engine.step_skip.at_step = self._measure
 
     def _measure(self) -> None:
         # The optimizer step frees both.
-        self._at_step = {"gradients": gradient_bytes(self._engine), SECONDARY: secondary_bytes(self._engine)}
+        self._at_step = {"gradients": gradient_bytes(self._engine), _SECONDARY: secondary_bytes(self._engine)}
 
-    def result(self, plan: RunPlan, dist: Dist) -> Memory:
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Compare estimated and measured memory; a failure is only a warning."""
+        self.memory = context.dist.optional.attempt_together("the memory report", lambda: self.result(context.dist))
+
+    def result(self, dist: Dist) -> Memory:
         """Return estimated and measured memory. Collective."""
+        plan = self._plan
         kinds = live_tensor_memory(self._engine, {})
         live = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
-                "copy": kinds["master"], SECONDARY: 0, **self._at_step}
+                "copy": kinds["master"], _SECONDARY: 0, **self._at_step}
         resolved = plan.resolved
         parts = memory_per_rank(resolved.layout, plan.model, dist.world_size, resolved.optimizer,
                                 resolved.precision, resolved.gradients)
-        shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
+        shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == _SECONDARY))
         peak, reserved = _peak(dist.device)
         numbers = torch.tensor([*(live[kind] for kind in shown), peak, reserved or 0, _cpu_peak()])
         *states, peak, most_reserved, host_peak = all_reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()

@@ -1,0 +1,53 @@
+"""Findings of preflight, doctor, and test_dist, in the format that all three print and record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ezpz_llm.base import count_noun
+from ezpz_llm.base.shell_commands import to_typable_text
+
+Level = Literal["bad", "warn", "ok"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a check, and its remedy. A command fails if a finding has the level `bad`."""
+
+    level: Level
+    topic: str
+    found: str
+    instead: str = ""
+
+
+def first_problem(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
+    """Return a finding for the first true problem, or `ok`. Problems are (is true, level, remedy)."""
+    return next((Finding(level, topic, found, instead) for is_true, level, instead in problems if is_true),
+                Finding("ok", topic, found))
+
+
+def is_fit(findings: Iterable[Finding]) -> bool:
+    """Return True if no finding has the level `bad`."""
+    return not any(finding.level == "bad" for finding in findings)
+
+
+def findings_text(findings: Iterable[Finding]) -> str:
+    """Return a line per finding, followed by a line with its remedy, if any."""
+    return "".join(f"{finding.level:<5} {finding.topic}: {finding.found}\n"
+                   + (f"      do: {to_typable_text(finding.instead)}\n" if finding.instead else "")
+                   for finding in findings)
+
+
+def verdict(command: str, findings: Sequence[Finding], scope: str) -> str:
+    """Return the last line of a report, such as `preflight: unfit: 1 problem, 2 warnings (8 ranks on 4 nodes)`."""
+    levels = [finding.level for finding in findings]
+    result = "fit" if is_fit(findings) else f"unfit: {count_noun(levels.count('bad'), 'problem')}"
+    warnings = f", {count_noun(levels.count('warn'), 'warning')}" if "warn" in levels else ""
+    return f"{command}: {result}{warnings} ({scope})"
+
+
+def as_record(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return the findings and the verdict for a JSON file."""
+    return {"fit": is_fit(findings), "findings": [asdict(finding) for finding in findings]}

@@ -1,0 +1,230 @@
+"""Calls of a run's callbacks, errors that name the callback, and the callbacks' state in checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ezpz_llm.base import UserError
+from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.dist.agreement import broadcast, raise_together, run_together
+from ezpz_llm.observe import terminal_width
+from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
+
+_STATE_KEY = "callbacks"
+"""Key of state.json with the states of added callbacks, by name."""
+_OWN_STATE_KEYS = ("guard",)
+"""Keys of state.json with the states of the trainer's callbacks."""
+
+_FAILURE = "callbacks/failure"
+"""Key of the ranks' store with the first error of a callback, as two lines: problem and location."""
+
+Kind = TypeVar("Kind", bound=Callback)
+
+
+class Callbacks:
+    """Callbacks of a run, in the order in which each hook calls them. All methods are collective.
+
+    An error of an added callback becomes a UserError that names the callback and its package. It ends all ranks
+    together, except in the hooks of every step, where the ranks do not communicate: there it ends its own rank at
+    once, and the others when they lose their connection to that rank, with the same message.
+
+    Raises:
+        UserError: two callbacks have the same name, or the ranks have different callbacks. The same on every rank.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], context: CallbackContext) -> None:
+        self.context = context
+        self._callbacks = list(callbacks)
+        self._unclaimed: dict[str, Any] = {}
+        self.added = [callback for callback in self._callbacks if _is_added(callback)]
+        names = [_name_of(callback) for callback in self.added]
+        main_names = broadcast(context.dist, names)
+        run_together(context.dist, lambda: _check_names(names, main_names, context.dist.rank))
+        self._with_state = [callback for callback in self._callbacks if _overrides(callback, "state_dict")]
+        self._begin, self._end, self._log, self._evaluate, self._save, self._train_end = (
+            [callback for callback in self._callbacks if _overrides(callback, hook)]
+            for hook in ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end"))
+
+    def describe_added(self) -> None:
+        """Print the added callbacks, and record them in run.json."""
+        if not self.added:
+            return
+        dist = self.context.dist
+        packages = {_name_of(callback): _package_of(callback) for callback in self.added}
+        text = ", ".join(f"{name} ({package})" for name, package in packages.items())
+        self.context.print(align_rows([("callbacks", text)], terminal_width()).removesuffix("\n"))
+        if dist.is_main:
+            dist.side.update_record(dist.run_dir, callbacks=packages)
+
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        """Return the callbacks of a class."""
+        return [callback for callback in self._callbacks if isinstance(callback, kind)]
+
+    def step_begin(self) -> None:
+        """Call `on_step_begin`."""
+        for callback in self._begin:
+            self._call_alone(callback, callback.on_step_begin)
+
+    def step_end(self) -> None:
+        """Call `on_step_end`."""
+        for callback in self._end:
+            self._call_alone(callback, callback.on_step_end)
+
+    def log(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Call `on_log`, and hold the messages that it prints."""
+        with self.context.held_messages():
+            for callback in self._log:
+                self._call(callback, "on_log", partial(callback.on_log, self.context, lines))
+
+    def due(self, step: int, is_last: bool, validates: bool) -> list[Callback]:
+        """Return the callbacks that evaluate after a step."""
+        return [callback for callback in self._evaluate
+                if is_last or (validates if callback.evaluate_every is None
+                               else is_due(step, callback.evaluate_every))]
+
+    def evaluate(self, callback: Callback) -> None:
+        """Call `on_evaluate`."""
+        self._call(callback, "on_evaluate", partial(callback.on_evaluate, self.context))
+
+    def save(self, folder: Path) -> None:
+        """Call `on_save`."""
+        for callback in self._save:
+            self._call(callback, "on_save", partial(callback.on_save, self.context, folder))
+
+    def train_end(self) -> None:
+        """Call `on_train_end`."""
+        for callback in self._train_end:
+            self._call(callback, "on_train_end", partial(callback.on_train_end, self.context))
+
+    def state(self) -> dict[str, Any]:
+        """Return the members of state.json with the callbacks' states, and with those of absent callbacks."""
+        states = {}
+        for callback in self._with_state:
+            if state := self._call(callback, "state_dict", partial(_json_state, callback)):
+                states[_name_of(callback)] = state
+        own = {key: states.pop(key) for key in _OWN_STATE_KEYS if key in states}
+        return {**own, _STATE_KEY: {**self._unclaimed, **states}} if states or self._unclaimed else own
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the callbacks from a checkpoint's state.json; keep the states of absent callbacks."""
+        states = {**state.get(_STATE_KEY, {}), **{key: state[key] for key in _OWN_STATE_KEYS if key in state}}
+        for callback in self._with_state:
+            if (saved := states.pop(_name_of(callback), None)) is not None:
+                self._call(callback, "load_state_dict", partial(callback.load_state_dict, saved))
+        if states.keys() - self._unclaimed.keys():
+            self.context.print(f"note: the checkpoint has the state of callbacks that this run does not have "
+                               f"({', '.join(sorted(states))}); new checkpoints keep it")
+        self._unclaimed = states
+
+    def _call_alone(self, callback: Callback, hook: Callable[[CallbackContext], None]) -> None:
+        """Call a hook of every step, without communication."""
+        try:
+            hook(self.context)
+        except Exception as error:
+            if not _is_added(callback):
+                raise
+            raise self._failure(callback, hook.__name__, error) from error
+
+    def _call(self, callback: Callback, hook: str, action: Callable[[], Any]) -> Any:
+        """Call another hook; raise an added callback's error on every rank."""
+        if not _is_added(callback):
+            return action()
+        try:
+            result, error = self.context.dist.optional.try_together(action)
+        except Exception as alone:  # another rank still waits in the callback
+            raise self._failure(callback, hook, alone) from alone
+        raise_together(self.context.dist, None if error is None else self._failure(callback, hook, error))
+        return result
+
+    def _failure(self, callback: Callback, hook: str, error: Exception) -> UserError:
+        """Return the error that ends the run: the first one that a rank announced, or this rank's, with its
+        traceback on stderr."""
+        source = getattr(sys.modules.get(type(callback).__module__), "__file__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((frame for frame in reversed(frames) if frame.filename == source), frames[-1])
+        reason = error.found if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
+        found = (f"the callback {_name_of(callback)} of {_package_of(callback)} failed in {hook} on rank "
+                 f"{self.context.dist.rank}: {' '.join(reason.split())}")
+        own = f"{found}\n{frame.filename}, line {frame.lineno}"
+        first = own
+        if (store := self.context.dist.optional.store) is not None:
+            with contextlib.suppress(RuntimeError):  # rank 0, which has the store, may have ended
+                first = store.compare_set(_FAILURE, "", own).decode()
+        if first == own:
+            print("".join(traceback.format_tb(error.__traceback__)), end="", file=sys.stderr, flush=True)
+        return _announced_error(first)
+
+    def failure_elsewhere(self) -> UserError | None:
+        """Return the callback error that another rank announced before it ended, if any. Not collective."""
+        if (store := self.context.dist.optional.store) is not None:
+            with contextlib.suppress(RuntimeError):
+                return _announced_error(store.get(_FAILURE).decode()) if store.check([_FAILURE]) else None
+        return None
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return True at multiples of `every`; never for 0."""
+    return every > 0 and step % every == 0
+
+
+def _name_of(callback: Callback) -> str:
+    """Return a callback's name."""
+    return callback.name or type(callback).__name__
+
+
+def _package_of(callback: Callback) -> str:
+    """Return the package of a callback, or the script that defines it."""
+    module = type(callback).__module__
+    return callback.package or (Path(sys.argv[0]).name if module == "__main__" else module.partition(".")[0])
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+def _is_added(callback: Callback) -> bool:
+    """Return True for a callback of another package."""
+    return not type(callback).__module__.startswith("ezpz_llm.")
+
+
+def _check_names(names: Sequence[str], main_names: Sequence[str], rank: int) -> None:
+    if names != main_names:
+        raise UserError(f"the ranks have different callbacks: rank {rank} has {', '.join(names) or 'none'}, rank 0 "
+                        f"has {', '.join(main_names) or 'none'}", where="callbacks",
+                        instead="install the same packages on every node")
+    taken = [*names, *_OWN_STATE_KEYS]
+    if duplicate := next((name for name in names if taken.count(name) > 1), None):
+        raise UserError(f"two callbacks are named {duplicate}", where="callbacks",
+                        instead="uninstall one of their packages, or give each a `name`")
+
+
+def _announced_error(text: str) -> UserError:
+    found, where = text.split("\n")
+    return UserError(found, where=where, instead="fix the callback, or run without it", exit_code=1)
+
+
+def _json_state(callback: Callback) -> dict[str, Any]:
+    """Return a callback's state.
+
+    Raises:
+        TypeError: it does not consist of JSON values.
+    """
+    state = callback.state_dict()
+    if not isinstance(state, dict) or not _is_json(state):
+        raise TypeError(f"the state must be a dict of JSON values, not {state!r}"[:500])
+    return state
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(member) for key, member in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return math.isfinite(value) if isinstance(value, float) else value is None or isinstance(value, (str, int))
