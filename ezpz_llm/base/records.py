@@ -20,6 +20,7 @@ from ezpz_llm.base.schema import (
     LAST_SECOND,
     MAX_INTEGER,
     MAX_RANKS,
+    MAX_SECONDS,
     MAX_STEPS,
     format_value,
     key_path,
@@ -34,6 +35,7 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEPS)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Epoch = Annotated[float, msgspec.Meta(ge=0, le=LAST_SECOND)]
 """Seconds since 1970, up to the year 9999."""
 
@@ -115,6 +117,8 @@ def _describe(kind: type, value: Any, message: str, key: str) -> str:
     if place and place["of_key"]:
         return f"a key of {key or 'this'} must be {expected}"
     found = f"{key or 'this'} is {format_value(_member(value, members))}"
+    if problem.startswith("Invalid enum value"):
+        return f"{found}, which this version does not support"
     return f"{found}: {problem.lower()}" if expected is None else f"{found}, but must be {expected}"
 
 

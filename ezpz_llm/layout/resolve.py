@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ezpz_llm.base import UserError, data_dir, unknown_name_error
@@ -39,7 +39,7 @@ from ezpz_llm.layout.suggestions import validate_or_suggest
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
-from ezpz_llm.rundir.layout_record import BatchSizes, LayoutRecord
+from ezpz_llm.rundir.layout_record import LayoutRecord
 
 DEFAULT_MICRO_BATCH = 4
 
@@ -76,7 +76,7 @@ class Resolved:
         """Write layout.json and, if DeepSpeed is used, deepspeed.json."""
         side = side or SideFiles()
         side.write_json(run_dir.layout, as_plain(LayoutRecord(
-            layout=self.layout.as_record(), batch=BatchSizes(**asdict(self.batch)), precision=self.precision,
+            layout=self.layout.as_record(), batch=self.batch, precision=self.precision,
             clip=self.clip, optimizer=self.adam, notes=list(self.notes),
             sources={name: source.as_record() for name, source in self.sources.items()})))
         if self.deepspeed is not None:

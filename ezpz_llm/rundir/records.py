@@ -16,6 +16,7 @@ from ezpz_llm.base.records import Bytes, Count, Epoch, Rank, Ranks, Step, Whole,
 from ezpz_llm.rundir.files import LOCK_WITHIN_S, RunDir, locked, write_json
 from ezpz_llm.rundir.secrets import without_secrets
 from ezpz_llm.rundir.stop import SIGNAL, Stop
+from ezpz_llm.rundir.summary_record import Summary
 from ezpz_llm.rundir.value_source_record import Sources
 
 
@@ -113,6 +114,13 @@ class Settings(Struct, frozen=True):
     seed: Whole | None = None
 
 
+class ModelSettings(Struct, frozen=True):
+    """Members of `model` in run.json that other commands read; see `ezpz_llm.model.config.ModelConfig`."""
+
+    block_size: Count | None = None
+    dropout: float | None = None
+
+
 class Data(Struct, frozen=True):
     """`data` in run.json: the run's token shards."""
 
@@ -135,54 +143,6 @@ class Memory(Struct, frozen=True):
     peak: Whole | None = None
     reserved: Whole | None = None
     host_peak: Whole | None = None
-
-
-class Quantiles(Struct, frozen=True):
-    """Median of steps, and the 10 % and 90 % quantiles."""
-
-    median: float
-    low: float
-    high: float
-
-
-class SlowestRank(Struct, frozen=True):
-    """Slowest rank, its mean seconds per step, and the median of all ranks."""
-
-    rank: Rank = 0
-    seconds: float | None = None
-    median_s: float | None = None
-
-
-class PipelineIdle(Struct, frozen=True):
-    """Idle share of each pipeline stage, and the share that the schedule implies."""
-
-    idle: list[float]
-    expected: float
-
-
-class Summary(Struct, frozen=True):
-    """`summary` in run.json, written from `ezpz_llm.observe.throughput.Summary`."""
-
-    tokens_per_second: float | None = None
-    tokens_per_second_per_device: float | None = None
-    flops_per_second_per_device: float | None = None
-    mfu: float | None = None
-    mfu_causal: float | None = None
-    ceiling_share: float | None = None
-    steps: Whole = 0
-    timed_steps: Whole = 0
-    skipped_steps: Whole = 0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    val_loss: float | None = None
-    val_step: Whole | None = None
-    unigram_entropy: float | None = None
-    step_time: Quantiles | None = None
-    phase_s: dict[str, Quantiles] = {}
-    phase_share: dict[str, float] = {}
-    wall: dict[str, float] = {}
-    straggler: SlowestRank | None = None
-    bubble: PipelineIdle | None = None
 
 
 class Startup(Struct, frozen=True):
@@ -293,7 +253,7 @@ class RunRecord(Struct, frozen=True):
     """Settings of the trainer or of the user's script, by name."""
     sources: Sources | None = None
     model: dict[str, Any] | None = None
-    """Settings of the model, by name; see `ezpz_llm.model.config.ModelConfig`."""
+    """Settings of the model, by name."""
     parameters: Whole | None = None
     precision: str | None = None
     environment: Environment | None = None
@@ -336,9 +296,14 @@ class RunRecord(Struct, frozen=True):
         return as_record(Settings, self.config or {}, "run.json", "config")
 
     @property
+    def model_settings(self) -> ModelSettings:
+        """Members of `model` that other commands read; all None without `model`."""
+        return as_record(ModelSettings, self.model or {}, "run.json", "model")
+
+    @property
     def world_size(self) -> int | None:
         """Number of ranks."""
-        return (self.environment or self.launch or Environment()).world_size
+        return (self.environment or Environment()).world_size or (self.launch or Launch()).world_size
 
 
 _OTHER = "use another run directory, or remove the file"
@@ -398,4 +363,5 @@ def _as_record(stored: Any, run_dir: RunDir) -> RunRecord:
         raise UserError("run.json is not a run record", where=where, instead=_OTHER)
     record = as_record(RunRecord, stored, where)
     as_record(Settings, record.config or {}, where, "config")
+    as_record(ModelSettings, record.model or {}, where, "model")
     return record
