@@ -7,7 +7,7 @@ All members are optional: a run adds them over time, and some commands write onl
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -135,7 +135,14 @@ class Data(Struct, frozen=True):
 
 
 class Memory(Struct, frozen=True):
-    """`memory` in run.json, in bytes, each on the rank that uses most of it; see `Memory` of memory_watch.py."""
+    """`memory` in run.json: bytes by kind, each on the rank that uses most of it.
+
+    Attributes:
+        expected: estimates, in device memory.
+        elsewhere: estimates for CPU memory and files, for tensors that are not on the device.
+        measured: omits temporarily unsharded parameters, and activations on devices without memory counters.
+        host_peak: largest peak resident size of a process.
+    """
 
     expected: dict[str, float] = {}
     elsewhere: dict[str, float] = {}
@@ -198,7 +205,7 @@ class Submission(Struct, frozen=True):
 
 
 class Archive(Struct, frozen=True):
-    """Archive of a part of the environment, copied to each node."""
+    """Archive of a part of the environment; see `ezpz_llm.launch.staging.archive.Archive`."""
 
     path: str
     files: Whole
@@ -215,10 +222,13 @@ class Staging(Struct, frozen=True):
     archives: list[Archive]
 
 
-class Finding(Struct, frozen=True):
-    """Member of `findings`; see `ezpz_llm.check.findings.Finding`."""
+Level = Literal["bad", "warn", "ok"]
 
-    level: str
+
+class Finding(Struct, frozen=True):
+    """Result of a check, and its remedy. A command fails if a finding has the level `bad`."""
+
+    level: Level
     topic: str
     found: str
     instead: str = ""
@@ -328,8 +338,9 @@ def read_own_record(run_dir: RunDir) -> RunRecord | None:
         content = read_own(run_dir.record)
     except untrusted_input.NoFile:
         return None
-    return None if content is None else _as_record(untrusted_input.parse_json(content, str(run_dir.record)),
-                                                   run_dir)
+    if content is None:
+        return None
+    return _as_record(_as_object(untrusted_input.parse_json(content, str(run_dir.record)), run_dir), run_dir)
 
 
 def update_record(run_dir: RunDir, **members: Any) -> None:
@@ -341,26 +352,28 @@ def update_record(run_dir: RunDir, **members: Any) -> None:
     if unknown := members.keys() - RunRecord.__struct_fields__:
         raise TypeError(f"run.json has no member {', '.join(sorted(unknown))}")
     with locked(run_dir.path, LOCK_WITHIN_S):
-        stored = _read(run_dir)
-        _as_record(stored, run_dir)
-        content = {**stored, **without_secrets(as_plain(members), os.environ)}
+        content = {**_read(run_dir), **without_secrets(as_plain(members), os.environ)}
         _as_record(content, run_dir)
         write_json(run_dir.record, content)
 
 
-def _read(run_dir: RunDir) -> Any:
+def _read(run_dir: RunDir) -> dict[str, Any]:
     try:
-        return untrusted_input.read_json(run_dir.record)
+        return _as_object(untrusted_input.read_json(run_dir.record), run_dir)
     except untrusted_input.NoFile:
         return {}
     except UserError as error:
         raise UserError(error.found, where=error.where, instead=_OTHER) from error
 
 
-def _as_record(stored: Any, run_dir: RunDir) -> RunRecord:
-    where = str(run_dir.record)
+def _as_object(stored: Any, run_dir: RunDir) -> dict[str, Any]:
     if not isinstance(stored, dict):
-        raise UserError("run.json is not a run record", where=where, instead=_OTHER)
+        raise UserError("run.json is not a run record", where=str(run_dir.record), instead=_OTHER)
+    return stored
+
+
+def _as_record(stored: dict[str, Any], run_dir: RunDir) -> RunRecord:
+    where = str(run_dir.record)
     record = as_record(RunRecord, stored, where)
     as_record(Settings, record.config or {}, where, "config")
     as_record(ModelSettings, record.model or {}, where, "model")

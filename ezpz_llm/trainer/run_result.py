@@ -86,7 +86,7 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None)
             print(memory_table(memory, rich=color))
     side.update_record(
         run_dir, val_loss=summary and summary.val_loss, summary=summary,
-        memory=memory and memory.as_record(), load_at_end=load_now())
+        memory=memory, load_at_end=load_now())
     side.attempt("report.html", lambda: write_own_page(run_dir, history))
     if summary is None:
         print(f"warning: {run_dir.metrics} contains no steps: no summary", flush=True)
