@@ -35,6 +35,8 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEPS)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+Size = Annotated[float, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+"""Estimated bytes."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Epoch = Annotated[float, msgspec.Meta(ge=0, le=LAST_SECOND)]
 """Seconds since 1970, up to the year 9999."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.split import HOST, IN_STEP, RankSplit, Split, slow_link
-from ezpz_llm.explain.trainer_run import TrainerRun
+from ezpz_llm.explain.trainer_run import Settings, TrainerRun
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import cast_per_rank, memory_per_rank, total
 from ezpz_llm.layout.precision_recipes import AUTOCAST, RECIPES
@@ -58,7 +58,7 @@ def rank_causes(split: Split | None, wall: Mapping[str, float], run: TrainerRun,
         wall: wall time in seconds by activity: of the run or, if it has not ended, of the traced window.
         deepspeed: DeepSpeed's configuration, empty for other engines.
     """
-    candidates = _causes_between_steps(wall, run.config)
+    candidates = _causes_between_steps(wall, run.settings)
     if split is not None and (steps := sum(map(split.mean, IN_STEP))) > 0:
         scale = wall["training"] / steps
         candidates += [(kind, text, seconds * scale, advice)
@@ -180,37 +180,37 @@ def _step_causes(split: Split, run: TrainerRun,
     if not layout.zero.stage and layout.engine != "fsdp2":
         yield ("optimizer", "every rank updates all parameters", optimizer * (1 - 1 / run.batch.dp_size),
                _optimizer_advice(run))
-    elif run.optimizer == "adamw_unfused" or layout.zero.offload_optimizer:
+    elif run.settings.optimizer == "adamw_unfused" or layout.zero.offload_optimizer:
         yield "optimizer", "the optimizer step", optimizer / 2, _optimizer_advice(run)
 
 
 def is_compile_unavailable(run: TrainerRun) -> bool:
     """Return True if the run already uses --compile, or its layout (ZeRO 3) does not support it."""
-    return bool(run.config.get("compile")) or run.layout.zero.stage == 3
+    return bool(run.settings.compile) or run.layout.zero.stage == 3
 
 
-def _causes_between_steps(wall: Mapping[str, float], config: Mapping[str, Any]) -> list[_Candidate]:
+def _causes_between_steps(wall: Mapping[str, float], settings: Settings) -> list[_Candidate]:
     """Return causes between steps: checkpoints, evaluation, sampling, and logging."""
-    saving = [*([] if config.get("save_async", True) else ["--save-async true"]), "faster storage for --run-dir",
-              *_interval_advice("--save-every", "checkpoint", config)]
-    tokens = config.get("eval_tokens") or 0
-    evaluating = [*_interval_advice("--eval-every", "evaluation", config),
+    saving = [*([] if settings.save_async else ["--save-async true"]), "faster storage for --run-dir",
+              *_interval_advice("--save-every", settings.save_every, "checkpoint", settings.steps)]
+    tokens = settings.eval_tokens or 0
+    evaluating = [*_interval_advice("--eval-every", settings.eval_every, "evaluation", settings.steps),
                   f"--eval-tokens below {tokens:,}" if tokens else
                   "--eval-tokens N, to evaluate only a part of the validation split"]
     return [
         ("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0), saving),
         ("evaluation", "evaluation", wall.get("evaluation", 0.0), evaluating),
         ("sampling", "generating samples", wall.get("sampling", 0.0),
-         [*_interval_advice("--sample-every", "sample", config), "a smaller --sample-tokens"]),
+         [*_interval_advice("--sample-every", settings.sample_every, "sample", settings.steps),
+          "a smaller --sample-tokens"]),
         ("logging", "writing log lines", wall.get("logging", 0.0),
-         _interval_advice("--log-every", "log line", config)),
+         _interval_advice("--log-every", settings.log_every, "log line", settings.steps)),
     ]
 
 
-def _interval_advice(option: str, event: str, config: Mapping[str, Any]) -> list[str]:
+def _interval_advice(option: str, every: int, event: str, steps: int | None) -> list[str]:
     """Advise a larger interval, or a longer run if the interval is at least the number of steps."""
-    every = config.get(option.removeprefix("--").replace("-", "_")) or 0
-    if 0 < every < config.get("steps", every + 1):
+    if every > 0 and (steps is None or every < steps):
         return [f"{option} above {every}"]
     return [f"a longer run, in which the {event} after the last step is a smaller share"]
 
@@ -274,7 +274,7 @@ def _zero2_advice(run: TrainerRun) -> list[str]:
     if layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled:
         return []
     model = run.model
-    optimizer = run.optimizer
+    optimizer = run.settings.optimizer
     zero2 = layout.with_zero(stage=2)
     # Unlike in stage 3, autocast also caches converted weights in stage 2.
     cast = cast_per_rank(zero2, model).bytes if run.precision in AUTOCAST else 0
@@ -296,7 +296,7 @@ def _optimizer_advice(run: TrainerRun) -> list[str]:
     advice = []
     if not layout.zero.stage and batch.dp_size > 1 and layout.engine != "fsdp2":
         advice.append(f"--ds-config zero1: each rank updates 1/{batch.dp_size} of the parameters")
-    if run.optimizer == "adamw_unfused":
+    if run.settings.optimizer == "adamw_unfused":
         advice.append("--optimizer adamw, one fused kernel")
     if layout.zero.offload_optimizer:
         advice.append("a layout that keeps the optimizer on the device, if it fits")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from msgspec import Struct
 
 from ezpz_llm.base import UserError, as_dataclass
-from ezpz_llm.base.records import as_record
+from ezpz_llm.base.records import Step, Whole, as_record
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.optimizers import OptimizerName
@@ -17,21 +17,30 @@ from ezpz_llm.rundir.layout_record import LayoutRecord
 from ezpz_llm.rundir.records import Device, RunRecord
 
 
+class Settings(Struct, frozen=True):
+    """Members of `config` in run.json that advice depends on; see `ezpz_llm.trainer.config.TrainConfig`."""
+
+    steps: Step | None = None
+    save_every: Whole = 0
+    eval_every: Whole = 0
+    sample_every: Whole = 0
+    log_every: Whole = 0
+    eval_tokens: Whole | None = None
+    save_async: bool = True
+    compile: bool | None = None
+    optimizer: OptimizerName = "adamw"
+
+
 @dataclass(frozen=True)
 class TrainerRun:
-    """Run of the trainer.
-
-    Attributes:
-        config: the trainer's settings, by name.
-    """
+    """Run of the trainer."""
 
     model: ModelConfig
     layout: Layout
     batch: Batch
     world_size: int
-    config: Mapping[str, Any]
+    settings: Settings
     precision: str | None
-    optimizer: OptimizerName
     device: Device
 
 
@@ -49,6 +58,5 @@ def read_trainer_run(run_dir: RunDir, record: RunRecord, layout: LayoutRecord | 
     where = str(run_dir.record)
     return TrainerRun(
         as_dataclass(ModelConfig, record.model, where), Layout.from_record(layout.layout, str(run_dir.layout)),
-        layout.batch, record.world_size or 1, record.config, layout.precision,
-        as_record(OptimizerName, record.settings.optimizer or "adamw", where, "config.optimizer"),
+        layout.batch, record.world_size or 1, as_record(Settings, record.config, where, "config"), layout.precision,
         record.environment.device if record.environment else Device())

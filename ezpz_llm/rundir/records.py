@@ -12,7 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ezpz_llm.base import UserError, read_own, untrusted_input
-from ezpz_llm.base.records import Bytes, Count, Epoch, Rank, Ranks, Step, Whole, as_plain, as_record
+from ezpz_llm.base.records import Bytes, Count, Epoch, Rank, Ranks, Size, Step, Whole, as_plain, as_record
 from ezpz_llm.rundir.files import LOCK_WITHIN_S, RunDir, locked, write_json
 from ezpz_llm.rundir.secrets import without_secrets
 from ezpz_llm.rundir.stop import SIGNAL, Stop
@@ -102,7 +102,6 @@ class Settings(Struct, frozen=True):
 
     steps: Step | None = None
     log_every: Count | None = None
-    optimizer: str | None = None
     resume: str | None = None
     ds_config: str | None = None
     model: str | None = None
@@ -144,8 +143,8 @@ class Memory(Struct, frozen=True):
         host_peak: largest peak resident size of a process.
     """
 
-    expected: dict[str, float] = {}
-    elsewhere: dict[str, float] = {}
+    expected: dict[str, Size] = {}
+    elsewhere: dict[str, Size] = {}
     measured: dict[str, Whole | None] = {}
     peak: Whole | None = None
     reserved: Whole | None = None

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    SignalName = str
+else:
+    SignalName = Literal[tuple(signal.Signals.__members__)]
 
 SIGNAL = "signal"
 """Kind of a stop after launch received a signal."""
@@ -22,5 +29,5 @@ class Stop:
 
     kind: str
     text: str = ""
-    signal: str | None = None
+    signal: SignalName | None = None
     ranks: tuple[int, ...] = ()

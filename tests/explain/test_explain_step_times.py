@@ -14,7 +14,7 @@ from slowness import scaled
 
 from ezpz_llm.explain.diagnosis import _low_share_advice, diagnose
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
-from ezpz_llm.explain.trainer_run import TrainerRun
+from ezpz_llm.explain.trainer_run import Settings, TrainerRun
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.model.config import get_model_config
@@ -87,8 +87,8 @@ def test_few_steps_have_no_causes():
 
 
 def trainer_run(**config):
-    return TrainerRun(get_model_config("gpt2-124m"), Layout("ddp", "ddp"), Batch(8, 4, 1, 2), 2, config, "fp32",
-                      "adamw", Device())
+    return TrainerRun(get_model_config("gpt2-124m"), Layout("ddp", "ddp"), Batch(8, 4, 1, 2), 2,
+                      Settings(**config), "fp32", Device())
 
 
 def test_a_traced_run_gets_no_advice_to_trace():
