@@ -43,6 +43,9 @@ LOG_BYTES_VARIABLE = "EZPZ_LLM_LOG_BYTES"
 FAILURE_TEXTS_VARIABLE = "EZPZ_LLM_FAILURE_TEXTS"
 """Files with failure texts of a site, separated by colons; set by the user or the site file."""
 
+PATH_VARIABLE = "EZPZ_LLM_PATH"
+"""launch's PATH, which the shim restores; set only for launchers that change the PATH of ranks."""
+
 RANK_VARIABLE = "EZPZ_LLM_RANK"
 """Rank of a process; the shim sets it, and children inherit it."""
 

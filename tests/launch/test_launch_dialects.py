@@ -59,7 +59,7 @@ def test_each_launcher_has_its_own_line() -> None:
     for name in ("openmpi4", "openmpi5"):
         built = _built(name, _work(*_TWO, as_root=True))
         assert _words(built) == ("mpiexec -n 4 --host n1:2,n2:2 --map-by ppr:2:node:OVERSUBSCRIBE --bind-to none"
-                                 " -x PATH")
+                                 " -x PATH" + " -x EZPZ_LLM_PATH" * (name == "openmpi4"))
         assert built.env["OMPI_ALLOW_RUN_AS_ROOT"][0] == "1"
     pals = _built("pals", _work(*_TWO))
     assert _words(pals) == "mpiexec -n 4 --ppn 2 --hostfile /r/hostfile --cpu-bind=none --envall"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,21 @@ def test_two_ranks_meet_and_words_arrive(tmp_path: Path, name: str) -> None:
         assert f"{rank} 2 3 {list(WORDS)!r}\n" in lines
         assert LIBRARIES[name] in lines
     assert left_over(tmp_path / "r") == {}
+
+
+@pytest.mark.parametrize("name", ["openmpi4", pytest.param("openmpi5", marks=pytest.mark.full)])
+def test_ranks_run_the_python_that_is_first_on_path(tmp_path: Path, name: str) -> None:
+    """A distribution installs Open MPI in /usr/bin, next to a Python without the active environment's packages."""
+    env = mpi_environment(name)
+    shutil.copytree(Path(env["MPI4PY_LIBMPI"]).parents[1], tmp_path / "usr")
+    system_python = tmp_path / "usr/bin/python3"
+    system_python.write_text("#!/bin/sh\necho the system Python\n")
+    system_python.chmod(0o755)
+    path = os.pathsep.join((str(Path(sys.executable).parent), str(tmp_path / "usr/bin"), os.environ["PATH"]))
+    done = launch(tmp_path, "--launcher", "mpiexec", "-n", "1", "--run-dir", "r", "python3", "-c",
+                  "import os, sys; print(sys.prefix, os.environ['PATH'])", PATH=path)
+    assert (done.returncode, done.stdout) == (0, f"{sys.prefix} {path}\n"), done.stderr
+    assert record(tmp_path / "r")["launch"]["dialect"].startswith(DIALECTS[name])
 
 
 _STAYS = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.binding.logical_cores import logical_cores
 from ezpz_llm.launch.dialects.work import (
@@ -13,11 +16,19 @@ from ezpz_llm.launch.dialects.work import (
     validate_command,
 )
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
+from ezpz_llm.launch.variables import PATH_VARIABLE
 
 
 def build_4(program: str, work: Work) -> Built:
-    """Return a command line for Open MPI 4, which passes explicit cores, if any, in a rank file by `--rankfile`."""
-    return _build(program, work, ("--rankfile", "{}"), "OMPI_MCA_plm_slurm_args", "OMPI_MCA_plm_rsh_agent")
+    """Return a command line for Open MPI 4, which passes explicit cores, if any, in a rank file by `--rankfile`.
+
+    If its mpiexec is called by an absolute path, Open MPI 4 prepends its own folder to the PATH of ranks. From
+    /usr/bin, that hides the Python of a virtual environment, so the shim restores the PATH.
+    """
+    path = work.env.get("PATH", os.defpath)
+    built = _build(program, replace(work, variables=[*work.variables, PATH_VARIABLE]), ("--rankfile", "{}"),
+                   "OMPI_MCA_plm_slurm_args", "OMPI_MCA_plm_rsh_agent")
+    return replace(built, env={**built.env, PATH_VARIABLE: (path, "Open MPI 4 prepends its own folder to PATH")})
 
 
 def build_5(program: str, work: Work) -> Built:

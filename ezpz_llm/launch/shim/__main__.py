@@ -17,6 +17,7 @@ from ezpz_llm.launch.shim.output import Output, max_log_bytes, open_log
 from ezpz_llm.launch.shim.rank import Rank, bind_to_cores
 from ezpz_llm.launch.variables import (
     IN_COLOR,
+    PATH_VARIABLE,
     RUN_ID_VARIABLE,
     TEE_VARIABLE,
     TERMINAL_VARIABLE,
@@ -36,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
         for name in TORCHS_OWN:
             # Under ssh, this node's shell startup files may have set them.
             os.environ.pop(name, None)
+    if path := os.environ.pop(PATH_VARIABLE, None):
+        os.environ["PATH"] = path
     info = find_rank(os.environ)
     run_dir = RunDir(Path(os.environ[RUN_DIR_VARIABLE]))
     _check_world(info)
