@@ -20,7 +20,8 @@ from typing import Any
 
 from ezpz_llm.certify.cases import natural_worlds
 from ezpz_llm.layout import ds_config
-from ezpz_llm.rundir import RunDir, read_record, write_json
+from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir.records import read_record
 
 TIMEOUT_S = 1200
 
@@ -35,11 +36,11 @@ def train(layout: str, steps: int, run_dir: Path) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"{layout} on {ranks} ranks ended with exit code {done.returncode}: see {run_dir}")
     record = read_record(RunDir(run_dir))
-    median_s = record["summary"]["step_time"]["median"]
-    return {"layout": layout, "ranks": ranks, "val_loss": record["val_loss"],
-            "unigram_entropy": record["unigram_entropy"], "step_ms": round(1000 * median_s, 1),
+    median_s = record.summary.step_time.median
+    return {"layout": layout, "ranks": ranks, "val_loss": record.val_loss,
+            "unigram_entropy": record.unigram_entropy, "step_ms": round(1000 * median_s, 1),
             "plots": sorted(path.name for path in RunDir(run_dir).plots.iterdir()),
-            "versions": record["environment"]["versions"], "processor": record["environment"]["device"]["name"]}
+            "versions": record.environment.versions, "processor": record.environment.device.name}
 
 
 def main() -> int:

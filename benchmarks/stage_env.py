@@ -20,7 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.rundir import RunDir, read_record, write_json
+from ezpz_llm.base.records import as_plain
+from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir.records import read_record
 
 IMPORT = "import torch, deepspeed"
 ENVIRONMENT = tuple(dict.fromkeys((sys.prefix, sys.base_prefix)))
@@ -38,7 +40,7 @@ def count_calls(folder: Path, name: str, *options: str) -> dict[str, Any]:
     copies = f"/ezpz_llm-{os.getuid()}-"
     return {"calls_on_shared_folders": sum(bool(shared.search(line)) for line in lines),
             "calls_on_copies": sum(copies in line for line in lines),
-            "staging": read_record(RunDir(run_dir)).get("staging")}
+            "staging": as_plain(read_record(RunDir(run_dir)).staging)}
 
 
 def main() -> int:

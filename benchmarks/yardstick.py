@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.rundir import RunDir, read_record, write_json
+from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir.records import read_record
 
 BAR = 1.92
 WITHIN = 0.005
@@ -35,9 +36,9 @@ def train(text: Path, layout: str, ranks: int, run_dir: Path) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"{layout} on {ranks} ranks ended with exit code {done.returncode}: see {run_dir}")
     record = read_record(RunDir(run_dir))
-    return {"layout": layout, "ranks": ranks, "val_loss": record["val_loss"], "val_tokens": record["val_tokens"],
-            "sample_hash": record["sample_hash"], "wall_s": round(time.monotonic() - began, 1),
-            "versions": record["environment"]["versions"], "processor": record["environment"]["device"]["name"]}
+    return {"layout": layout, "ranks": ranks, "val_loss": record.val_loss, "val_tokens": record.val_tokens,
+            "sample_hash": record.sample_hash, "wall_s": round(time.monotonic() - began, 1),
+            "versions": record.environment.versions, "processor": record.environment.device.name}
 
 
 def main() -> int:

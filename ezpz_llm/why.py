@@ -7,27 +7,27 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ezpz_llm.base import UserError, open_private, print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
-from ezpz_llm.launch.failures.run_facts import NOT_STARTED, facts_from
+from ezpz_llm.launch.failures.recorded_exit import NOT_STARTED, facts_from
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.liveness import Live, as_details, as_lines, describe_silent_ranks, read_live_state
 from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir import LAUNCHED, RunDir, newest_run, read_own_record, read_record
+from ezpz_llm.rundir import LAUNCHED, RunDir, newest_run
+from ezpz_llm.rundir.records import Exit, Launch, RunRecord, read_own_record, read_record
 
 _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
 _SILENT_AFTER_S = 30.0
 _STACKS_TAKEN = 2
-_LAUNCH_KEYS = {"env", "world_size", "hosts", "ranks_per_host", "launcher", "started"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), LAUNCHED, "ezpz-llm why RUN_DIR")
     run_dir.check_exists()
     record = read_record(run_dir)
-    if (ended := record.get("exit")) and "launch" not in record and ended.keys() >= {"cause", "code"}:
+    if (ended := record.exit) and record.launch is None and ended.code is not None:
         return _show_exit_only(run_dir, ended, options.json)
     _check_launch(run_dir, record)
     _warn_if_unreadable(run_dir)
@@ -77,17 +77,18 @@ def _ranks(text: str) -> set[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,4-7") from error
 
 
-def _check_launch(run_dir: RunDir, record: Mapping[str, Any]) -> None:
-    launch = record.get("launch")
-    if launch is None or not launch.keys() >= _LAUNCH_KEYS or RUN_ID_VARIABLE not in launch["env"]:
+def _check_launch(run_dir: RunDir, record: RunRecord) -> None:
+    launch = record.launch or Launch()
+    needed = (launch.world_size, launch.hosts, launch.ranks_per_host, launch.launcher, launch.started)
+    if None in needed or RUN_ID_VARIABLE not in (launch.env or {}):
         raise UserError("run.json has no launch record", where=str(run_dir.record),
                         instead="the run directory of a run that launch started")
 
 
-def _show_exit_only(run_dir: RunDir, ended: Mapping[str, Any], as_json: bool) -> int:
+def _show_exit_only(run_dir: RunDir, ended: Exit, as_json: bool) -> int:
     """Print the exit of a run whose directory was removed during the run: only the exit is recorded."""
-    print_lines(json.dumps({"state": "ended", **ended}, indent=2) if as_json else
-                f"{run_dir.path}: ended with code {ended['code']}: {ended['cause'] or 'success'}. The command is"
+    print_lines(json.dumps({"state": "ended", **as_plain(ended)}, indent=2) if as_json else
+                f"{run_dir.path}: ended with code {ended.code}: {ended.cause or 'success'}. The command is"
                 " unknown: run.json was removed during the run")
     return 0
 
@@ -109,14 +110,13 @@ def _request_logs(run_dir: RunDir, ranks: set[int]) -> None:
         raise UserError(f"cannot request logs: {error.strerror}", where=str(run_dir.control)) from error
 
 
-def _show_ended(run_dir: RunDir, record: dict, as_json: bool) -> int:
-    ended = record.get("exit") or {}
-    if ended.get("kind") == NOT_STARTED and ended.keys() >= {"cause", "code"}:
-        print_lines(json.dumps({"state": "not started", **ended}, indent=2) if as_json else
-                    f"{run_dir.path}: nothing was started: {ended['cause']} (code {ended['code']})")
+def _show_ended(run_dir: RunDir, record: RunRecord, as_json: bool) -> int:
+    if (ended := record.exit) and ended.kind == NOT_STARTED and ended.code is not None:
+        print_lines(json.dumps({"state": "not started", **as_plain(ended)}, indent=2) if as_json else
+                    f"{run_dir.path}: nothing was started: {ended.cause} (code {ended.code})")
         return 0
     postmortem = postmortem_of(run_dir, facts_from(record, _last_activity(run_dir)))
-    unknown = record.get("exit") is None
+    unknown = record.exit is None
     if as_json:
         print_lines(json.dumps({"state": "launch was killed" if unknown else "ended", "code": postmortem.code,
                                 "cause": postmortem.cause, "kind": postmortem.kind, "rank": postmortem.rank,
@@ -126,8 +126,8 @@ def _show_ended(run_dir: RunDir, record: dict, as_json: bool) -> int:
         print_lines(f"{run_dir.path}: launch was killed before it could record the exit. From the files of the "
                     "run:")
     else:
-        ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(postmortem.facts.ended))
-        print_lines(f"{run_dir.path}: ended {ended} with code {postmortem.code}")
+        end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(postmortem.facts.ended))
+        print_lines(f"{run_dir.path}: ended {end} with code {postmortem.code}")
     print_lines(postmortem.text or postmortem.cause)
     return 0
 
@@ -145,7 +145,7 @@ def _modification_times(paths: Iterable[Path]) -> Iterator[float]:
             yield path.stat().st_mtime
 
 
-def _show_running(run_dir: RunDir, record: dict, live: Live, options: argparse.Namespace) -> int:
+def _show_running(run_dir: RunDir, record: RunRecord, live: Live, options: argparse.Namespace) -> int:
     suspects = [life.rank for life in live.silent[:_STACKS_TAKEN] if not life.node_is_silent]
     wanted = sorted(options.stacks) or suspects
     stacks = {}
@@ -155,11 +155,12 @@ def _show_running(run_dir: RunDir, record: dict, live: Live, options: argparse.N
     if options.json:
         print(json.dumps(as_details(live, stacks), indent=2))
         return 0
-    print_lines(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
+    started = (record.launch or Launch()).started or 0.0
+    print_lines(f"{run_dir.path}: running for {time.time() - started:.0f} s")
     silent = [describe_silent_ranks(live.silent)] if live.silent else []
     # Suggest removing build locks only from this user's record: another user's record may name any file.
-    launch = (read_own_record(run_dir) or {}).get("launch") or {}
-    for line in (*as_lines(live), *find_locks(launch.get("env") or {}), *silent):
+    own_launch = (read_own_record(run_dir) or RunRecord()).launch or Launch()
+    for line in (*as_lines(live), *find_locks(own_launch.env or {}), *silent):
         print_lines(f"  {line}")
     print_lines(f"  to monitor it: {to_typable(f'ezpz-llm watch {run_dir.path}')}")
     for rank in wanted:

@@ -14,21 +14,22 @@ from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.certify.injected_faults import find_fault
 from ezpz_llm.certify.target_file import TargetFile
 from ezpz_llm.launch.child import launch_words, run_launch
-from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, write_json
+from ezpz_llm.rundir import RunDir, append_line, read_lines, write_json
+from ezpz_llm.rundir.records import Environment, read_record
 
 _START_S, _REFERENCE_S, _CASE_S = 120, 180, 90
 """Time limits: the start of a launch, each reference, each case."""
 _IDLE_S = 240
 
 
-def run_cases(work: Work, root: Path) -> dict[str, Any]:
-    """Run all cases and return the `run_environment` of the ranks.
+def run_cases(work: Work, root: Path) -> Environment | None:
+    """Run all cases and return the `run_environment` of the ranks; None if none were set up.
 
     Results are appended to `results_file(root)`. If the single-process reference is wrong or cannot be computed,
     `write_reference_error` records the reason and no further case runs. A case that ends its launch fails, and a
     new launch runs the remaining cases.
     """
-    environment: dict[str, Any] = {}
+    environment: Environment | None = None
     for world in sorted({case.world for case in work.cases}):
         cases = [case for case in work.cases if case.world == world]
         attempt = 0
@@ -39,7 +40,7 @@ def run_cases(work: Work, root: Path) -> dict[str, Any]:
             finished = len(read_results(root))
             job = Job(root, references, tuple(cases), work.steps, work.device, work.target)
             code = _launch(job, world, folder)
-            environment_of_ranks = read_record(RunDir(folder)).get("environment", {})
+            environment_of_ranks = read_record(RunDir(folder)).environment
             environment = environment or environment_of_ranks
             cases = cases[len(read_results(root)) - finished:]
             reason = _collect_failure(root, code, folder)

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, group_by_key
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify import recipe, target_file, verdict
 from ezpz_llm.certify.cases import Skipped, Work, load_layout, omitted_cases
 from ezpz_llm.certify.local_launches import Definition, read_definition_outcomes, read_reference_error, read_results
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe.tables import table
-from ezpz_llm.rundir import RunDir, update_record, write_atomic
+from ezpz_llm.rundir import RunDir, write_atomic
+from ezpz_llm.rundir.records import CertifyOutcome, Environment, update_record
 
 Result = dict[str, Any]
 _COLUMNS = ("layout", "model", "ranks", "dtype", "loss / bound", "norm / bound", "worst gradient",
@@ -92,7 +94,7 @@ def basis(steps: int) -> dict[str, Any]:
     }
 
 
-def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
+def record(work: Work, results: Sequence[Result], environment: Environment | None, command: str,
            seconds: float, refused: dict[str, str] | None = None,
            checks: Sequence[Definition] = ()) -> dict[str, Any]:
     """Return the content of certify.json. The numbers of each parameter are only in cells.jsonl.
@@ -101,7 +103,7 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
         refused: reason why the single-process reference is unusable, from `read_reference_error`.
         checks: outcomes of the definition checks, from `local_launches.read_definition_outcomes`.
     """
-    machine = {name: value for name, value in environment.items()
+    machine = {name: value for name, value in as_plain(environment or Environment()).items()
                if name in ("versions", "platform", "device", "threads")}
     references = {_reference(result, work): result["reference"] for result in results if "reference" in result}
     return {
@@ -157,7 +159,7 @@ def _short(label: str) -> str:
 
 
 def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
-             environment: dict) -> int:
+             environment: Environment | None) -> int:
     """Print and write the outcome, and return the exit code. Call on one rank only."""
     outcome, refused = read_results(run_dir.path), read_reference_error(run_dir.path)
     checks = read_definition_outcomes(run_dir.path)
@@ -166,7 +168,7 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(path), as_json(certificate))
-    update_record(run_dir, certify={"passed": certificate["passed"], "command": command})
+    update_record(run_dir, certify=CertifyOutcome(passed=certificate["passed"], command=command))
     if outcome:
         print(_verdict_table(outcome, rich=sys.stdout.isatty()))
     print(closing_text(outcome, work.skipped, refused))

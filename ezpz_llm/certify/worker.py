@@ -34,7 +34,8 @@ from ezpz_llm.dist.agreement import PeerFailedError, run_together
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.launch.variables import EVALUATING, TRAINING
 from ezpz_llm.observe import run_environment
-from ezpz_llm.rundir import append_line, update_record, write_json
+from ezpz_llm.rundir import append_line, write_json
+from ezpz_llm.rundir.records import update_record
 
 
 def main(argv: Sequence[str]) -> int:

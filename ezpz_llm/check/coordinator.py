@@ -24,7 +24,8 @@ from ezpz_llm.check.server import Member, PreflightServer
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.sites import find_site
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import Launch, read_record
 
 # Fractions of the time limit at which stages end at the latest, and maximum seconds of short stages.
 _FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96
@@ -157,9 +158,7 @@ def _ranks_and_hosts(members: Sequence[Member]) -> list[tuple[int, str]]:
 
 def _planned_nodes(run_dir: RunDir, world_size: int) -> list[str]:
     """Return the hostname of each rank from launch's record; empty if the record is for another world size."""
-    launch = read_record(run_dir).get("launch", {})
-    hosts, counts = launch.get("hosts", []), launch.get("ranks_per_host", [])
-    table = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
+    table = (read_record(run_dir).launch or Launch()).rank_hosts
     return table if len(table) == world_size else []
 
 

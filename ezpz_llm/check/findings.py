@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ezpz_llm.base import count_noun
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.base.shell_commands import to_typable_text
-
-Level = Literal["bad", "warn", "ok"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Result of a check, and its remedy. A command fails if a finding has the level `bad`."""
-
-    level: Level
-    topic: str
-    found: str
-    instead: str = ""
+from ezpz_llm.rundir.records import Finding, Level
 
 
 def first_problem(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
@@ -50,4 +39,4 @@ def verdict(command: str, findings: Sequence[Finding], scope: str) -> str:
 
 def as_record(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the findings and the verdict for a JSON file."""
-    return {"fit": is_fit(findings), "findings": [asdict(finding) for finding in findings]}
+    return {"fit": is_fit(findings), "findings": as_plain(findings)}

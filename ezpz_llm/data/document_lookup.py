@@ -14,7 +14,8 @@ from ezpz_llm.data.manifest import TRAIN
 from ezpz_llm.data.megatron import read_index
 from ezpz_llm.data.samples import as_mixture, stream_offsets
 from ezpz_llm.data.shards import TokenData, TokenStream
-from ezpz_llm.rundir import RunDir, read_json, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_json, read_lines
+from ezpz_llm.rundir.records import Data, RunRecord, read_record
 
 _AT_ONCE = 1 << 22  # tokens
 _TOKENS_OF_TEXT, _MAX_TEXT = 48, 60
@@ -62,24 +63,20 @@ def step_read(folder: Path, step: int) -> StepRead:
     run_dir = RunDir(folder)
     run_dir.check_exists()
     record = read_record(run_dir)
-    data_record = record.get("data", {})
-    config, model = record.get("config", {}), record.get("model", {})
-    try:
-        shards, fingerprint = Path(data_record["folder"]), data_record["fingerprint"]
-        seed, block_size = int(config["seed"]), int(model["block_size"])
-    except (KeyError, TypeError, ValueError) as error:
+    recorded, settings, block_size = record.data or Data(), record.settings, record.model_settings.block_size
+    if recorded.folder is None or settings.seed is None or block_size is None:
         raise UserError("this run did not record its data", where=str(run_dir.record),
                         instead="pass the directory of a run of python3 -m ezpz_llm.train that reached its first "
-                                "step") from error
+                                "step")
     first, stop = _samples_of(run_dir, record, step, block_size)
-    data = TokenData.open(shards)
-    if data.fingerprint != fingerprint:
-        raise UserError("the tokens in this folder have changed since the run read them", where=str(shards),
-                        instead=f"restore the original corpus: {config.get('corpus')}")
-    return StepRead(step, first, stop, find_extracts(data, block_size, seed, range(first, stop)))
+    data = TokenData.open(Path(recorded.folder))
+    if data.fingerprint != recorded.fingerprint:
+        raise UserError("the tokens in this folder have changed since the run read them", where=recorded.folder,
+                        instead=f"restore the original corpus: {settings.corpus}")
+    return StepRead(step, first, stop, find_extracts(data, block_size, settings.seed, range(first, stop)))
 
 
-def _samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: int) -> tuple[int, int]:
+def _samples_of(run_dir: RunDir, record: RunRecord, step: int, block_size: int) -> tuple[int, int]:
     """Return the samples [first, stop) of a step.
 
     Adds up the batch sizes in metrics.jsonl, since the batch size may change on resume.
@@ -102,7 +99,7 @@ def _samples_of(run_dir: RunDir, record: dict[str, Any], step: int, block_size: 
         advice = f"pass a step from {min(spans)} to {max(spans)}" if spans else "wait for its first step"
         raise UserError(f"this run has no step {step}", where=where, instead=advice)
     first, end = spans[step]
-    if record["config"].get("overfit_one_batch"):
+    if record.settings.overfit_one_batch:
         return 0, end - first
     base = 0 if 1 in spans else None
     for number, consumed in _recorded_positions(run_dir, record):
@@ -129,21 +126,21 @@ def _samples(line: dict[str, Any], block_size: int, where: str) -> int:
                         instead="use a run of python3 -m ezpz_llm.train, which writes both") from error
 
 
-def _skipped(record: dict[str, Any]) -> dict[int, int]:
+def _skipped(record: RunRecord) -> dict[int, int]:
     """Return the number of samples that rollbacks skipped, by the step that each rolled back to."""
     skipped: dict[int, int] = {}
-    for rollback in record.get("rollbacks", []):
+    for rollback in record.rollbacks:
         # Drop earlier skips at or after `to_step`: this rollback's samples_passed_over includes them, or the
         # rollback undid them.
-        skipped = {step: samples for step, samples in skipped.items() if step < rollback["to_step"]}
-        skipped[rollback["to_step"]] = rollback["samples_passed_over"]
+        skipped = {step: samples for step, samples in skipped.items() if step < rollback.to_step}
+        skipped[rollback.to_step] = rollback.samples_passed_over
     return skipped
 
 
-def _recorded_positions(run_dir: RunDir, record: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def _recorded_positions(run_dir: RunDir, record: RunRecord) -> Iterator[tuple[int, int]]:
     """Yield pairs of a step and the total samples read by its end, from run.json and the checkpoints."""
-    if "samples_consumed" in record:
-        yield record["steps"], record["samples_consumed"]
+    if record.samples_consumed is not None and record.steps is not None:
+        yield record.steps, record.samples_consumed
     for path in sorted(run_dir.checkpoints.glob("step-*/state.json")):
         state = read_json(path)
         yield state["step"], state["consumed"]

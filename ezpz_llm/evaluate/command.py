@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         print(plan.resolved.explain())
         return 0
-    from ezpz_llm.rundir import update_record
+    from ezpz_llm.rundir.records import update_record
 
     with as_rank(options, f"evaluate-{options.task}") as dist:
         result = run_task(plan, task_plan, dist, options)

@@ -100,7 +100,7 @@ def _text(tokenizer: Tokenizer, ids: list[int], prompt_length: int) -> str:
 
 
 def _report(plan: ModelPlan, dist: Dist, texts: list[str], options: argparse.Namespace) -> None:
-    from ezpz_llm.rundir import update_record
+    from ezpz_llm.rundir.records import update_record
 
     for text in texts:
         print("\n".join(f"| {line}" for line in text.split("\n")), end="\n\n", flush=True)

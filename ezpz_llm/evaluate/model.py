@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist.backends import DEVICES
@@ -21,7 +21,8 @@ from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir.records import RunRecord, read_record
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -39,10 +40,10 @@ class ModelPlan:
     resolved: Resolved
 
     @property
-    def run_record(self) -> Mapping[str, Any]:
-        """Content of run.json of the run that saved the checkpoint; empty if unknown."""
+    def run_record(self) -> RunRecord:
+        """Content of run.json of the run that saved the checkpoint; without members if unknown."""
         if self.source.kind != "checkpoint":
-            return {}
+            return RunRecord()
         return read_record(RunDir(self.source.folder.parent.parent))
 
 

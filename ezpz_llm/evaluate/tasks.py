@@ -25,6 +25,7 @@ from ezpz_llm.hf.tokenizer import (
     tokenizer_of,
     tokenizer_warning,
 )
+from ezpz_llm.rundir.records import Data
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -46,27 +47,27 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
     Raises:
         UserError: the corpus is unknown or does not exist.
     """
-    config = plan.run_record.get("config", {})
+    settings = plan.run_record.settings
     corpus = options.corpus or _corpus_of_run(plan)
     if corpus is None:
         raise UserError("the corpus that the model was trained on is unknown", where=str(plan.source.folder),
                         instead="--corpus NAME or PATH")
-    tokens = config.get("eval_tokens", 0) if options.tokens is None else options.tokens
+    tokens = settings.eval_tokens or 0 if options.tokens is None else options.tokens
     if tokens < 0:
         raise UserError(f"tokens is {tokens}", where="--tokens", instead="1 or more, or 0 for the whole split")
     tokenizer = tokenizer_argument_for(plan.source, options.tokenizer, corpus, asked=options.tokenizer is not None)
-    text_key = config.get("text_key", TEXT) if corpus == config.get("corpus") else TEXT
+    text_key = settings.text_key or TEXT if corpus == settings.corpus else TEXT
     check_corpus(corpus, tokenizer, plan.model.block_size, text_key)
     return Corpus(corpus, tokenizer, tokens or None, text_key)
 
 
 def _corpus_of_run(plan: ModelPlan) -> str | None:
     """Return the run's corpus, or its shards if the corpus cannot be used, for example a relative path."""
-    config, shards = plan.run_record.get("config", {}), plan.run_record.get("data", {}).get("folder", "")
-    corpus = config.get("corpus")
+    record = plan.run_record
+    settings, shards, corpus = record.settings, (record.data or Data()).folder or "", record.settings.corpus
     try:
         if corpus is not None:
-            check_corpus(corpus, config.get("tokenizer"), text_key=config.get("text_key", TEXT))
+            check_corpus(corpus, settings.tokenizer, text_key=settings.text_key or TEXT)
     except UserError:
         return shards if Path(shards, MANIFEST).is_file() else corpus
     return corpus
@@ -165,7 +166,7 @@ def main(options: argparse.Namespace, world_size: int) -> int:
     import lm_eval
 
     from ezpz_llm.dist.setup import setup
-    from ezpz_llm.rundir import update_record
+    from ezpz_llm.rundir.records import update_record
 
     dist = setup(device=options.device, run_dir=options.run_dir, name="evaluate-harness")
     try:

@@ -7,7 +7,6 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from ezpz_llm.explain.split import Split
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.precision_recipes import SCALED
-from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
-from ezpz_llm.rundir import RunDir, read_json, read_own_record, schemas
+from ezpz_llm.layout.value_source import Origin, read_sources
+from ezpz_llm.rundir import RunDir, read_json, schemas
+from ezpz_llm.rundir.records import Environment, Launch, RunRecord, read_own_record
 
 _NOT_PASSED_ON = ("run_dir",)
 _REDERIVED = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
@@ -68,14 +68,14 @@ def run_counterfactual(run_dir: Path, yes: bool) -> Path:
         raise UserError("--counterfactual only reruns your own runs: another user owns this run or can write it",
                         where=str(RunDir(run_dir).record),
                         instead="launch the training yourself, and explain that run")
-    if not isinstance(record.get("launch"), dict):
+    if record.launch is None:
         raise UserError("the run has no record of how it was launched", where=str(run_dir),
                         instead="a run that launch started")
-    if (record.get("environment") or {}).get("world_size", 1) == 1:
+    if (record.environment or Environment()).world_size in (None, 1):
         raise UserError("the run has a single rank, and so no communication", where=str(run_dir))
-    if record.get("precision") in SCALED:
+    if record.precision in SCALED:
         raise UserError("without collectives, the loss scales of ranks would diverge",
-                        where=f"precision {record['precision']} of {run_dir}",
+                        where=f"precision {record.precision} of {run_dir}",
                         instead="a run in bf16, which takes the same time")
     folder = run_dir / f"counterfactual-{time.strftime('%Y%m%d-%H%M%S')}"
     arguments = command(record, folder)
@@ -97,7 +97,7 @@ def _is_confirmed() -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def command(record: Mapping[str, Any], folder: Path) -> list[str]:
+def command(record: RunRecord, folder: Path) -> list[str]:
     """Return the launch command that trains with a record's configuration in the new run directory `folder`.
 
     The record supplies only values of trainer options and numbers of ranks. It cannot choose the program or other
@@ -106,16 +106,14 @@ def command(record: Mapping[str, Any], folder: Path) -> list[str]:
     Raises:
         UserError: the record has no trainer configuration or no world size.
     """
-    ranks, counts = record["environment"].get("world_size"), record["launch"].get("ranks_per_host")
-    config, sources = record.get("config"), record.get("sources")
-    if not isinstance(ranks, int) or not isinstance(config, dict) or not isinstance(sources, dict):
+    sources, counts = read_sources(record.sources), (record.launch or Launch()).ranks_per_host or []
+    if record.world_size is None or record.config is None or record.sources is None:
         raise UserError("run.json has no trainer configuration", where=str(folder.parent))
-    chosen = {name: value for name, value in config.items()
+    chosen = {name: value for name, value in record.config.items()
               if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _NOT_PASSED_ON
-              and ValueSource.read(str(sources.get(name, DEFAULT))).origin not in _REDERIVED}
-    is_even = isinstance(counts, list) and all(isinstance(count, int) for count in counts) and len(set(counts)) == 1
-    ppn = ["--ppn", str(counts[0])] if is_even else []
-    return launch_words(["-n", str(ranks), *ppn, "--run-dir", str(folder)], [
+              and name in sources and sources[name].origin not in _REDERIVED}
+    ppn = ["--ppn", str(counts[0])] if len(set(counts)) == 1 else []
+    return launch_words(["-n", str(record.world_size), *ppn, "--run-dir", str(folder)], [
         sys.executable, "-m", "ezpz_llm.explain.without_collectives",
         *(f"{option_of(name)}={_format_value(value)}" for name, value in chosen.items())])
 

@@ -19,10 +19,11 @@ from ezpz_llm.launch.plan_text import details, json_text, opening_lines, summary
 from ezpz_llm.launch.ranks import is_set_by_user
 from ezpz_llm.launch.relay import print_stderr
 from ezpz_llm.launch.schedulers.scheduler import clock
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, remove_incomplete_checkpoints, update_record, write_atomic
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, remove_incomplete_checkpoints, write_atomic
 
 if TYPE_CHECKING:
     from ezpz_llm.launch.precheck import CheckOutcome
+    from ezpz_llm.rundir.records import Exit, Launch
 
 
 _PRINT_ONLY_COMMANDS = ("ezpz_llm.evaluate", "ezpz_llm.generate")
@@ -84,8 +85,9 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
 
 
 def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: CheckOutcome) -> int:
-    from ezpz_llm.launch.failures.run_facts import exit_record, not_started_record
+    from ezpz_llm.launch.failures.recorded_exit import exit_record, not_started_record
     from ezpz_llm.launch.supervision import run
+    from ezpz_llm.rundir.records import update_record
 
     if options.explain:
         print_stderr(f"{details(plan)}\n\n{checked.explanation}".rstrip())
@@ -150,8 +152,10 @@ def _check(plan: LaunchPlan) -> CheckOutcome:
                          {**os.environ, RUN_DIR_VARIABLE: str(plan.run_dir.path)}, places)
 
 
-def _record_end(plan: LaunchPlan, end: dict[str, object]) -> None:
+def _record_end(plan: LaunchPlan, end: Exit) -> None:
     """Record the end of the run if possible; a failure to write does not change the exit code."""
+    from ezpz_llm.rundir.records import update_record
+
     try:
         update_record(plan.run_dir, exit=end)
     except (OSError, UserError) as error:
@@ -221,26 +225,27 @@ def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
         write_atomic(path, content)
 
 
-def _record(plan: LaunchPlan, typed: Sequence[str]) -> dict[str, object]:
-    return {
-        "typed": ["launch", *typed],
-        "argv": list(plan.argv),
-        "command": list(plan.command),
-        "scheduler": plan.allocation.scheduler,
-        "job_id": plan.allocation.job_id,
-        "hosts": list(plan.hosts),
-        "ranks_per_host": list(Counter(place.host for place in plan.ranks).values()),
-        "launcher": plan.launcher.kind,
-        "dialect": plan.launcher.title,
-        "site": plan.site.name,
-        "binding": asdict(plan.binding),
-        "notes": list(plan.notes),
-        "sources": {"hosts": plan.allocation.source, "ranks": plan.ranks_source, "launcher": plan.launcher.source,
-                    "site": plan.site.source, **{name: setting.source for name, setting in plan.env.items()}},
-        "world_size": len(plan.ranks),
-        "env": {name: setting.value for name, setting in plan.env.items()},
-        "started": time.time(),
-    }
+def _record(plan: LaunchPlan, typed: Sequence[str]) -> Launch:
+    from ezpz_llm.rundir.records import Launch
+
+    return Launch(
+        typed=["launch", *typed],
+        argv=list(plan.argv),
+        command=list(plan.command),
+        scheduler=plan.allocation.scheduler,
+        job_id=plan.allocation.job_id,
+        hosts=list(plan.hosts),
+        ranks_per_host=list(Counter(place.host for place in plan.ranks).values()),
+        launcher=plan.launcher.kind,
+        dialect=plan.launcher.title,
+        site=plan.site.name,
+        binding=asdict(plan.binding),
+        notes=list(plan.notes),
+        sources={"hosts": plan.allocation.source, "ranks": plan.ranks_source, "launcher": plan.launcher.source,
+                 "site": plan.site.source, **{name: setting.source for name, setting in plan.env.items()}},
+        world_size=len(plan.ranks),
+        env={name: setting.value for name, setting in plan.env.items()},
+        started=time.time())
 
 
 if __name__ == "__main__":

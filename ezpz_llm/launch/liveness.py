@@ -8,19 +8,19 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ezpz_llm.base import group_by_key, system_text
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, WRONG_WORLD
 from ezpz_llm.launch.failures.log_patterns import LogMatch, read_matches
-from ezpz_llm.launch.failures.run_facts import Stop
 from ezpz_llm.launch.hostlist import fold_numbers, fold_rank_places, rank_ranges
 from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.node.processes import marked_processes
 from ezpz_llm.launch.owner import is_launch_running
 from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
 from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import RunRecord
+from ezpz_llm.rundir.stop import Stop
 
 _START_S = 60.0
 """Time added to the idle limit until the first report of a rank."""
@@ -228,22 +228,24 @@ class Live:
     missing: tuple[int, ...]
 
 
-def read_live_state(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> Live | None:
-    """Return the state of a run, or None if it has ended.
+def read_live_state(run_dir: RunDir, record: RunRecord, silent_after_s: float) -> Live | None:
+    """Return the state of a run, or None if it has ended or its record has no run id or world size.
 
     It has ended if its record says so, or if no agent has reported recently, this node has no process of the run,
     and launch is not running.
 
     A run whose ranks have all ended is considered running until launch has recorded its end.
     """
-    launch = record["launch"]
-    run_id = launch["env"][RUN_ID_VARIABLE]
+    launch = record.launch
+    run_id = launch and launch.env and launch.env.get(RUN_ID_VARIABLE)
+    if not launch or not run_id or launch.world_size is None:
+        return None
     reports = read_reports(run_dir, run_id)
     now = time.time()
     aged = [(report, _age(run_dir, report, now), _DEAD_AFTER * KEEPALIVE_S * report.interval_s)
             for report in reports]
     is_fresh = any(report.state not in (ENDED, RANKS_ENDED) and age < limit_s for report, age, limit_s in aged)
-    if record.get("exit") is not None or not (is_fresh or any(marked_processes(run_id))
+    if record.exit is not None or not (is_fresh or any(marked_processes(run_id))
                                               or is_launch_running(run_dir, run_id)):
         return None
     ranks = tuple(_life(rank, entry, report, age, limit_s) for report, age, limit_s in aged
@@ -251,7 +253,7 @@ def read_live_state(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: 
     ended = {rank: entry.ended for report in reports for rank, entry in report.ranks.items()
              if entry.ended is not None}
     reported_ranks = {life.rank for life in ranks} | ended.keys()
-    missing = tuple(rank for rank in range(launch["world_size"]) if rank not in reported_ranks)
+    missing = tuple(rank for rank in range(launch.world_size) if rank not in reported_ranks)
     return Live(run_id, ranks, tuple(find_silent_ranks(ranks, silent_after_s)), ended, missing)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, count_noun
 from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist, fold_counts, fold_hostnames
@@ -20,6 +20,7 @@ from ezpz_llm.launch.variables import PLACES_VARIABLE
 if TYPE_CHECKING:
     from ezpz_llm.launch.option_parsing import Options, Target
     from ezpz_llm.launch.plan import LaunchPlan
+    from ezpz_llm.rundir.records import Launch
 
 TIMEOUT_S = 120
 
@@ -130,7 +131,7 @@ _LIMIT_S = 180.0
 """Time limit of the preflight, which reports within 60 s of the start of its last rank."""
 
 
-def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], dict[str, Any]]) -> int:
+def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], Launch]) -> int:
     """Run the preflight on the nodes of `plan`; return 0, or launch's exit code after printing the reason.
 
     The preflight uses the same launcher, nodes and ranks, without --wrap, and writes to preflight/ in the run
@@ -140,11 +141,11 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
         record: returns the launch record for run.json, in which the preflight finds the nodes of its ranks.
     """
     # Imported here, since the check of a command imports this module for `CheckReport` and must start fast.
-    from ezpz_llm.launch.failures.run_facts import not_started_record
+    from ezpz_llm.launch.failures.recorded_exit import not_started_record
     from ezpz_llm.launch.plan import prepare_step
     from ezpz_llm.launch.relay import print_stderr
     from ezpz_llm.launch.supervision import INTERRUPTED, run
-    from ezpz_llm.rundir import update_record
+    from ezpz_llm.rundir.records import update_record
 
     step = prepare_step(options, command=(sys.executable, "-m", PROGRAM), tee="0",
                         run_dir=plan.run_dir.preflight.path)

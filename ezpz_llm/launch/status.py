@@ -12,11 +12,11 @@ from typing import Any
 from ezpz_llm.base import UserError, parse_json, system_text
 from ezpz_llm.launch.liveness import Live, RankLife, read_live_state
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir, is_interrupted, read_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import Launch, read_record
 
 _TAIL_BYTES = 1 << 16
 _MAX_LINES = 50
-_REQUIRED_KEYS = {"env", "world_size", "started"}
 
 
 @dataclass(frozen=True)
@@ -65,26 +65,25 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
         UserError: run.json cannot be read.
     """
     record = read_record(run_dir)
-    launch = record.get("launch") or {}
-    run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE)
+    launch = record.launch or Launch()
+    run_id = (launch.env or {}).get(RUN_ID_VARIABLE)
     lines = _read_last_lines(run_dir)
-    steps = (record.get("config") or {}).get("steps")
     last = lines[-1] if lines else {}
     times = [value for line in lines if (value := _number(line, "step_time_s")) is not None]
     step_s = statistics.median(times) if times else None
     common: dict[str, Any] = {
-        "steps": steps, "loss": _number(last, "loss"), "loss_step": last.get("step"), "step_s": step_s,
+        "steps": record.settings.steps, "loss": _number(last, "loss"), "loss_step": last.get("step"),
+        "step_s": step_s,
         "tokens_per_second": _number(last, "tokens_per_second"), "run_id": run_id,
-        "ranks": launch.get("world_size"),
+        "ranks": launch.world_size,
         "val_loss": next((_number(line, "val_loss") for line in reversed(lines) if "val_loss" in line), None),
         "last_words": _last_log_line(run_dir)}
-    step, started = last.get("step"), launch.get("started")
-    if (ended := record.get("exit")) is not None:
-        elapsed = None if started is None or "ended" not in ended else ended["ended"] - started
-        return Status("ended", elapsed, step=step, code=ended.get("code"), cause=ended.get("cause"),
-                      stopped=record.get("stopped") if not ended.get("code") or is_interrupted(ended) else None,
-                      **common)
-    live = read_live_state(run_dir, record, silent_after_s) if run_id and launch.keys() >= _REQUIRED_KEYS else None
+    step, started = last.get("step"), launch.started
+    if (ended := record.exit) is not None:
+        elapsed = None if started is None or ended.ended is None else ended.ended - started
+        return Status("ended", elapsed, step=step, code=ended.code, cause=ended.cause,
+                      stopped=record.stopped if not ended.code or ended.is_interrupted else None, **common)
+    live = read_live_state(run_dir, record, silent_after_s) if run_id and started is not None else None
     if live is None:
         return Status("lost" if run_id else "running", None, step=step, **common)
     return _running(live, step, started, common)

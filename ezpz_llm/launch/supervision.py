@@ -16,7 +16,7 @@ from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.failures.differences import describe_blocking_rank
 from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
-from ezpz_llm.launch.failures.run_facts import Postmortem, RunFacts, Stop, read_failures
+from ezpz_llm.launch.failures.run_facts import Postmortem, RunFacts, read_failures
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, StartMonitor, find_silent_ranks
 from ezpz_llm.launch.node import folder as node_folder
@@ -27,6 +27,7 @@ from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.launch.teardown import Teardown
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir import hide, secret_values, write_atomic
+from ezpz_llm.rundir.stop import Stop
 
 _PEER_GRACE_S = 3.0
 """Time that the peers of a failed rank keep running, so that they can report their own errors."""

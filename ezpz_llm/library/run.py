@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -26,7 +26,6 @@ from ezpz_llm.observe import (
     MetricsLog,
     StepTimeline,
     StepWork,
-    Straggler,
     WallClock,
     final_text,
     plot_run,
@@ -37,7 +36,8 @@ from ezpz_llm.observe import (
 from ezpz_llm.observe.history import PHASES, History, is_finite, steady_steps, whole_history
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
-from ezpz_llm.rundir import read_record
+from ezpz_llm.rundir.records import read_record
+from ezpz_llm.rundir.summary_record import Straggler
 
 _PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
 """Phases between steps, which are not part of step times, and the heartbeat phase for each."""
@@ -187,7 +187,7 @@ class Run:
         """Print plots and the closing summary, and record the summary in run.json."""
         run_dir, side = self.dist.run_dir, self.dist.side
         side.update_record(run_dir, steps=self.step,
-                           config={**read_record(run_dir).get("config", {}), "steps": self.step})
+                           config={**(read_record(run_dir).config or {}), "steps": self.step})
         history = whole_history(run_dir, side)
         summary = summarize(run_dir, self._work(history), self.clock.split(), first_step=self.first_step,
                             straggler=straggler if straggler and straggler.seconds else None, history=history)
@@ -195,7 +195,7 @@ class Run:
             run_dir, color=wants_color(), history=history, side=side, unit=""))
         if charts is not None:
             print("\n" + charts)
-        side.update_record(run_dir, summary=summary and asdict(summary), load_at_end=load_now())
+        side.update_record(run_dir, summary=summary, load_at_end=load_now())
         side.attempt("report.html", lambda: write_own_page(run_dir, history))
         if summary is not None:
             print(final_text(summary, run_dir), end="", flush=True)

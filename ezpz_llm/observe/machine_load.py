@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from ezpz_llm.rundir.records import Load, RunRecord
 
 _BUSY = 1.5
 """Load average per CPU above which other programs probably slow down a run. A run alone on its node has 1."""
@@ -29,15 +29,14 @@ class MachineLoad:
                 "Compare these times with a run on an idle machine.")
 
 
-def load_now() -> dict[str, float]:
+def load_now() -> Load:
     """Return the node's load average and number of CPUs, for run.json."""
-    return {"average": os.getloadavg()[0], "cpus": os.cpu_count() or 1}
+    return Load(average=os.getloadavg()[0], cpus=os.cpu_count() or 1)
 
 
-def recorded_load(record: Mapping[str, Any]) -> MachineLoad | None:
+def recorded_load(record: RunRecord) -> MachineLoad | None:
     """Return the load during a run from its record; None if the record has no load."""
-    start = (record.get("environment") or {}).get("load")
-    if start is None:
+    if record.environment is None or record.environment.load is None:
         return None
-    samples = [start["average"], *([end["average"]] if (end := record.get("load_at_end")) else [])]
-    return MachineLoad(sum(samples) / len(samples), start["cpus"])
+    loads = [load for load in (record.environment.load, record.load_at_end) if load]
+    return MachineLoad(sum(load.average for load in loads) / len(loads), loads[0].cpus)

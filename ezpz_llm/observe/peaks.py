@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import device_memory, synchronize
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.rundir import redact
+from ezpz_llm.rundir.records import Device, Environment
 
 _PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 
@@ -264,25 +264,24 @@ _VARIABLE_PREFIXES = (
 """Prefixes of environment variables that affect the speed or the results of a run."""
 
 
-def run_environment(dist: Dist) -> dict[str, Any]:
+def run_environment(dist: Dist) -> Environment:
     """Return the environment of a run, for run.json. Collective.
 
     It consists of versions, hostnames, device, load, and the variables that affect the run's speed or results.
     Secrets are redacted.
     """
-    return redact({
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        "platform": platform.platform(),
-        "hosts": list(dict.fromkeys(all_gather(dist, socket.gethostname()))),
-        "world_size": dist.world_size,
-        "rank_source": dist.info.source,
-        "backend": dist.backend,
-        "device": _device(dist.device),
-        "load": load_now(),
-        "threads": torch.get_num_threads(),
-        "variables": {name: value for name, value in sorted(os.environ.items())
-                      if name.startswith(_VARIABLE_PREFIXES)},
-    })
+    return Environment(
+        versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        platform=platform.platform(),
+        hosts=list(dict.fromkeys(all_gather(dist, socket.gethostname()))),
+        world_size=dist.world_size,
+        rank_source=dist.info.source,
+        backend=dist.backend,
+        device=_device(dist.device),
+        load=load_now(),
+        threads=torch.get_num_threads(),
+        variables=redact({name: value for name, value in sorted(os.environ.items())
+                          if name.startswith(_VARIABLE_PREFIXES)}))
 
 
 def _version(package: str) -> str | None:
@@ -291,15 +290,12 @@ def _version(package: str) -> str | None:
     return installed(package)
 
 
-def _device(device: torch.device) -> dict[str, Any]:
-    described: dict[str, Any] = {"type": device.type, "cpus": len(os.sched_getaffinity(0))}
-    if DEVICES[device.type].own:
-        module = torch.get_device_module(device)
-        described["name"] = module.get_device_name(device)
-        described["memory_bytes"] = device_memory(device)
-    else:
-        described["name"] = _processor()
-    return described
+def _device(device: torch.device) -> Device:
+    is_accelerator = bool(DEVICES[device.type].own)
+    return Device(
+        type=device.type, cpus=len(os.sched_getaffinity(0)),
+        name=torch.get_device_module(device).get_device_name(device) if is_accelerator else _processor(),
+        memory_bytes=device_memory(device) if is_accelerator else None)
 
 
 def _processor() -> str:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     runs = load_runs(options.run_dir or [newest_run(Path("runs"), WITH_STEPS, _IF_NO_RUN).path])
     if not any(len(run.rows) for run in runs):
         where = ", ".join(str(run.path) for run in runs)
-        if all(run.record.get("exit") for run in runs):
+        if all(run.record.exit for run in runs):
             raise UserError("the run wrote no steps", where=where,
                             instead="ezpz_llm.record(step, loss=…) in the script, or lines in metrics.jsonl "
                                     "(docs/use/your_own_script.md); ezpz-llm why shows how the run ended")

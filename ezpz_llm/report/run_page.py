@@ -31,6 +31,7 @@ from ezpz_llm.report.runs import (
     setting_row,
 )
 from ezpz_llm.rundir import RunDir, redact_words, write_atomic
+from ezpz_llm.rundir.records import Launch
 
 _POINTS = 300
 """Maximum number of points of a curve."""
@@ -64,7 +65,7 @@ def report_page(runs: Sequence[Run], now: float | None = None) -> str:
         rows = ([name, *values] for name, values in differing.items())
         settings = _table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
         sections.append(("Differences", [comparison_sentence(differing), *([settings] if differing else [])]))
-    commands = ([str(run.path), shlex.join(redact_words((run.record.get("launch") or {}).get("typed") or []))]
+    commands = ([str(run.path), shlex.join(redact_words((run.record.launch or Launch()).typed or []))]
                 for run in runs)
     sections += [("Curves", report_figures(runs)),
                  ("Settings", [_table("Settings of the runs", SETTINGS, map(setting_row, runs)),

@@ -17,7 +17,10 @@ from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady_steps
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.observe.trackers.tracker import flatten_settings
-from ezpz_llm.rundir import RunDir, is_interrupted, read_layout, read_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.layout_record import LayoutRecord, read_layout_record
+from ezpz_llm.rundir.records import Data, Environment, Exit, Launch, RunRecord, read_record
+from ezpz_llm.rundir.value_source_record import Source
 
 _SILENT_AFTER_S = 600.0
 """A run without new lines is shown as running for this time plus three times the duration of the last log interval.
@@ -44,8 +47,8 @@ class Run:
 
     path: Path
     name: str
-    record: dict[str, Any]
-    layout: dict[str, Any]
+    record: RunRecord
+    layout: LayoutRecord
     rows: History
     state: str
     notes: tuple[str, ...]
@@ -93,7 +96,7 @@ class Run:
     @property
     def world_size(self) -> int | None:
         """Number of ranks."""
-        return (self.record.get("environment") or self.record.get("launch") or {}).get("world_size")
+        return self.record.world_size
 
 
 def _finite_or_zero(value: float) -> float:
@@ -115,7 +118,7 @@ def _load(path: Path, name: str, now: float) -> Run:
     run_dir = RunDir(path)
     run_dir.check_exists()
     record = read_record(run_dir)
-    if not record and not run_dir.metrics.exists():
+    if not run_dir.record.exists() and not run_dir.metrics.exists():
         inside = sorted(path.glob("*/metrics.jsonl"))
         raise UserError("this is not a run directory: it has neither run.json nor metrics.jsonl", where=str(path),
                         instead=f"ezpz-llm report {inside[0].parent}" if inside else None)
@@ -129,8 +132,8 @@ def run_of(run_dir: RunDir, rows: History) -> Run:
     return _build_run(run_dir.path, run_dir.path.name, read_record(run_dir), rows, 0.0)
 
 
-def _build_run(path: Path, name: str, record: dict[str, Any], rows: History, silent_s: float) -> Run:
-    layout = read_layout(RunDir(path).layout) or {}
+def _build_run(path: Path, name: str, record: RunRecord, rows: History, silent_s: float) -> Run:
+    layout = read_layout_record(RunDir(path)) or LayoutRecord()
     is_resumable = (RunDir(path).checkpoints / "latest").exists()
     run = Run(path, name, record, layout, rows, _state(record, rows, silent_s, is_resumable=is_resumable), ())
     return replace(run, notes=tuple(_notes(run)))
@@ -145,24 +148,24 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(path) for path in folders]
 
 
-def _state(record: dict[str, Any], rows: History, silent_s: float, *, is_resumable: bool) -> str:
+def _state(record: RunRecord, rows: History, silent_s: float, *, is_resumable: bool) -> str:
     """Return the state of the run in words. An exit of an earlier attempt in run.json is ignored."""
-    planned = (record.get("config") or {}).get("steps")
+    planned = record.settings.steps
     last = rows.steps[-1] if len(rows) else 0
     reached = f"step {last} of {planned}" if planned else f"step {last}"
-    ended = record.get("exit") or {}
-    if ended.get("ended", 0) < (record.get("launch") or {}).get("started", 0):
-        ended = {}
-    reason = record.get("stopped") if record.get("steps") == last else None
-    if ended.get("code") and not (is_interrupted(ended) and (reason or is_resumable)):
-        return f"failed after {reached}: {ended.get('cause')} (code {ended['code']})"
-    if reason or ended.get("code"):
-        return f"stopped after {reached}: {reason or ended.get('cause')}"
+    ended = record.exit
+    if ended and (ended.ended or 0) < ((record.launch or Launch()).started or 0):
+        ended = None
+    reason = record.stopped if record.steps == last else None
+    if ended and ended.code and not (ended.is_interrupted and (reason or is_resumable)):
+        return f"failed after {reached}: {ended.cause} (code {ended.code})"
+    if reason or (ended and ended.code):
+        return f"stopped after {reached}: {reason or (ended or Exit()).cause}"
     if planned and last >= planned:
         return f"finished, {reached}"
     if ended:
-        return f"ended after {reached}: {ended.get('cause')}"
-    recent_s = rows.column("step_time_s")[-max(1, (record.get("config") or {}).get("log_every", 50)):]
+        return f"ended after {reached}: {ended.cause}"
+    recent_s = rows.column("step_time_s")[-max(1, record.settings.log_every or 50):]
     if silent_s < _SILENT_AFTER_S + 3 * sum(map(_finite_or_zero, recent_s)):
         return f"running, {reached} written {max(0, silent_s):.0f} s ago"
     return f"no exit recorded; {reached} was written {_ago(silent_s)} ago"
@@ -182,7 +185,7 @@ def _notes(run: Run) -> Iterator[str]:
         return
     first, steps = rows.steps[0], rows.steps
     if first > 1:
-        origin = (run.record.get("config") or {}).get("resume")
+        origin = run.record.settings.resume
         resumed = f" (resumed from {origin})" if origin else ""
         yield (f"the records begin at step {first}{resumed}; earlier steps are assumed to have the same number of "
                "tokens, and are not included in times")
@@ -223,9 +226,9 @@ def result_row(run: Run) -> list[str]:
 def setting_row(run: Run) -> list[str]:
     """Return a row for SETTINGS."""
     record = run.record
-    started = (record.get("launch") or {}).get("started")
-    return [run.name, str((record.get("config") or {}).get("model", "-")), _short(record.get("parameters")),
-            _layout_text(run), str(run.world_size or "-"), str(record.get("precision", "-")),
+    started = (record.launch or Launch()).started
+    return [run.name, record.settings.model or "-", _short(record.parameters),
+            _layout_text(run), str(run.world_size or "-"), str(record.precision or "-"),
             _describe_batch(run), f"{run.step_tokens[-1]:,}" if len(run.rows) else "-", _describe_device(run),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "-"]
 
@@ -257,8 +260,8 @@ _IGNORED = {"run_dir", "resume", "track", "profile", "trace_steps", "log_every",
             "global_batch", "micro_batch", "accumulation", "ds_config", "device"}
 """Options that do not change the curves, or whose outcome is compared instead."""
 _MAX_NAMES = 5
-_DERIVED = ("default", "a tenth of", "follows from")
-"""Prefixes of the recorded sources of values that the user did not choose."""
+_DERIVED = ("default", "tenth", "derived")
+"""Origins of values that the user did not choose; see `ezpz_llm.layout.value_source`."""
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -280,8 +283,8 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 def _is_chosen(run: Run, name: str) -> bool:
     """Return True if the user chose this option; False if the run's version did not have it."""
-    has_option = name in (run.record.get("config") or {})
-    return has_option and not (run.record.get("sources") or {}).get(name, "").startswith(_DERIVED)
+    has_option, source = name in (run.record.config or {}), (run.record.sources or {}).get(name)
+    return has_option and not (isinstance(source, Source) and source.origin in _DERIVED)
 
 
 def comparison_sentence(differing: dict[str, list[str]]) -> str:
@@ -298,43 +301,41 @@ def comparison_sentence(differing: dict[str, list[str]]) -> str:
 
 def _layout_text(run: Run) -> str:
     """Return the layout's name and degrees; "-" if unknown."""
-    layout = run.layout.get("layout") or {}
-    if not layout:
-        return str((run.record.get("config") or {}).get("ds_config", "-"))
-    sizes = {"dp": (run.layout.get("batch") or {}).get("dp_size", 1),
-             **{axis: layout.get(axis, 1) for axis in ("tp", "pp", "sp")}}
+    if not run.layout.layout:
+        return run.record.settings.ds_config or "-"
+    layout, batch = run.layout.degrees, run.layout.batch
+    sizes = {"dp": batch.dp_size if batch else 1, "tp": layout.tp, "pp": layout.pp, "sp": layout.sp}
     degrees = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    name = layout.get("name", "-")
+    name = layout.name or "-"
     return f"{name} ({degrees})" if degrees else name
 
 
 def _describe_batch(run: Run) -> str:
     """Return the global batch and its factors."""
-    batch = run.layout.get("batch") or {}
-    sizes = [batch.get(name) for name in ("global_batch", "micro_batch", "accumulation", "dp_size")]
-    if None in sizes:
+    batch = run.layout.batch
+    if batch is None:
         return "-"
-    return "{} ({} x {} micro-steps x {} ranks)".format(*sizes)
+    return (f"{batch.global_batch} ({batch.micro_batch} x {batch.accumulation} micro-steps x {batch.dp_size}"
+            " ranks)")
 
 
 def _describe_device(run: Run) -> str:
     """Return the name or type of the ranks' device."""
-    device = (run.record.get("environment") or {}).get("device") or {}
-    return str(device.get("name") or device.get("type") or "-")
+    device = (run.record.environment or Environment()).device
+    return device.name or device.type or "-"
 
 
 def _options(run: Run) -> dict[str, str]:
-    return _as_text({name: value for name, value in (run.record.get("config") or {}).items()
+    return _as_text({name: value for name, value in (run.record.config or {}).items()
                      if name not in _IGNORED})
 
 
 def _outcomes(run: Run) -> dict[str, str]:
-    environment, data = run.record.get("environment") or {}, run.record.get("data") or {}
-    versions = environment.get("versions") or {}
+    versions, data = (run.record.environment or Environment()).versions, run.record.data or Data()
     return _as_text({
-        "data": f"{data.get('tokenizer', '-')} {str(data.get('fingerprint', '-'))[:12]}",
-        "precision": run.record.get("precision"),
-        "batch": (run.layout.get("batch") or {}).get("global_batch"),
+        "data": f"{data.tokenizer or '-'} {(data.fingerprint or '-')[:12]}",
+        "precision": run.record.precision,
+        "batch": run.layout.batch and run.layout.batch.global_batch,
         "layout": _layout_text(run),
         "ranks": run.world_size,
         "device": _describe_device(run),

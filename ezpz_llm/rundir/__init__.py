@@ -1,4 +1,7 @@
-"""Files of a run directory, through which all commands exchange data (standard library only)."""
+"""Files of a run directory, through which all commands exchange data.
+
+Standard library only, except for the modules of records, which this module does not import.
+"""
 
 from ezpz_llm.rundir.files import (
     RUN_DIR_VARIABLE,
@@ -7,16 +10,11 @@ from ezpz_llm.rundir.files import (
     append_lines,
     default_run_dir,
     hash_file,
-    is_interrupted,
     locked,
     private_opener,
     read_json,
-    read_layout,
     read_lines,
-    read_own_record,
-    read_record,
     remove_incomplete_checkpoints,
-    update_record,
     write_atomic,
     write_file,
     write_json,
@@ -40,20 +38,15 @@ __all__ = [
     "hash_file",
     "hide",
     "ignore_print_errors",
-    "is_interrupted",
     "locked",
     "newest_run",
     "private_opener",
     "read_json",
-    "read_layout",
     "read_lines",
-    "read_own_record",
-    "read_record",
     "redact",
     "redact_words",
     "remove_incomplete_checkpoints",
     "secret_values",
-    "update_record",
     "without_secrets",
     "write_atomic",
     "write_file",

@@ -15,14 +15,12 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, as_type, is_one_line, make_private, read_own, untrusted_input
-from ezpz_llm.rundir.schemas import Record, Resolved
-from ezpz_llm.rundir.secrets import without_secrets
+from ezpz_llm.base import UserError, is_one_line, make_private, untrusted_input
 
 RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
 """Environment variable with the run directory. `launch` sets it for every rank."""
@@ -296,16 +294,6 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def read_layout(path: Path) -> dict[str, Any] | None:
-    """Return the content of layout.json, or None if it does not exist.
-
-    Raises:
-        UserError: the file is damaged or cannot be read, or a value has the wrong type.
-    """
-    stored = read_json(path)
-    return None if stored is None else as_type(Resolved, stored, str(path))
-
-
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file. Yields nothing if it is missing; skips a truncated last line.
 
@@ -331,58 +319,7 @@ def remove_incomplete_checkpoints(checkpoints: Path) -> None:
             shutil.rmtree(incomplete, ignore_errors=True)
 
 
-_LOCK_WITHIN_S, _LOCK_POLL_S = 1.0, 0.01
-_OTHER = "use another run directory, or remove the file"
-
-
-def read_record(run_dir: RunDir) -> dict[str, Any]:
-    """Return the current content of run.json, empty if it does not exist.
-
-    Raises:
-        UserError: the file cannot be read, or is not a run record.
-    """
-    try:
-        record = untrusted_input.read_json(run_dir.record)
-    except untrusted_input.NoFile:
-        return {}
-    except UserError as error:
-        raise UserError(error.found, where=error.where, instead=_OTHER) from error
-    return _as_record(record, run_dir)
-
-
-def read_own_record(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return a run's record, or None if it is missing or another user may have written it.
-
-    Raises:
-        UserError: the file cannot be read, or is not a run record.
-    """
-    try:
-        content = read_own(run_dir.record)
-    except untrusted_input.NoFile:
-        return None
-    return None if content is None else _as_record(untrusted_input.parse_json(content, str(run_dir.record)),
-                                                   run_dir)
-
-
-def is_interrupted(ended: Mapping[str, Any]) -> bool:
-    """Return True if a run ended because launch received a signal. `ended` is `exit` in run.json."""
-    return (ended.get("stopped") or {}).get("kind") == "signal"
-
-
-def _as_record(stored: Any, run_dir: RunDir) -> dict[str, Any]:
-    if not isinstance(stored, dict):
-        raise UserError("run.json is not a run record", where=str(run_dir.record), instead=_OTHER)
-    return as_type(Record, stored, str(run_dir.record))
-
-
-def update_record(run_dir: RunDir, **members: Any) -> None:
-    """Set top-level members of run.json. Secrets are redacted.
-
-    Locks the run directory: launch writes before the ranks start and after they end, rank 0 in between, and submit
-    may still be writing when its job starts.
-    """
-    with locked(run_dir.path, _LOCK_WITHIN_S):
-        write_json(run_dir.record, {**read_record(run_dir), **without_secrets(members, os.environ)})
+LOCK_WITHIN_S, _LOCK_POLL_S = 1.0, 0.01
 
 
 @contextlib.contextmanager

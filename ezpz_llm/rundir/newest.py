@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ezpz_llm.base import UserError
-from ezpz_llm.rundir.files import RunDir, read_record
+from ezpz_llm.rundir.files import RunDir
+
+if TYPE_CHECKING:
+    from ezpz_llm.rundir.records import RunRecord
 
 
 @dataclass(frozen=True)
@@ -23,18 +26,18 @@ class RunKind:
     """
 
     name: str
-    fits: Callable[[RunDir, dict[str, Any]], bool]
+    fits: Callable[[RunDir, RunRecord], bool]
 
 
-def _has_steps(run_dir: RunDir, record: dict[str, Any]) -> bool:
+def _has_steps(run_dir: RunDir, record: RunRecord) -> bool:
     return run_dir.metrics.is_file() and run_dir.metrics.stat().st_size > 0
 
 
 ANY = RunKind("run", lambda run_dir, record: True)
-LAUNCHED = RunKind("run that launch started", lambda run_dir, record: bool({"launch", "exit"} & record.keys()))
+LAUNCHED = RunKind("run that launch started", lambda run_dir, record: bool(record.launch or record.exit))
 WITH_STEPS = RunKind("run with a step", _has_steps)
 TRAINING = RunKind("training run with a step",
-                   lambda run_dir, record: "config" in record and _has_steps(run_dir, record))
+                   lambda run_dir, record: record.config is not None and _has_steps(run_dir, record))
 
 
 def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
@@ -61,6 +64,8 @@ def _last_written(run: Path) -> float:
 
 
 def _fits(run_dir: RunDir, kind: RunKind) -> bool:
+    from ezpz_llm.rundir.records import read_record  # not needed by the shims, which import this package
+
     try:
         return kind.fits(run_dir, read_record(run_dir))
     except UserError:  # the command that reads the run will report the error

@@ -1,126 +1,10 @@
-"""Types of the members that commands read from files of a run directory. The files may have more members.
-
-All members of run.json and layout.json are optional: a run adds them over time, and some commands write only a few.
-"""
+"""Types of the members that commands read from traces and ds_configs. The files may have more members."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
-from ezpz_llm.base import MAX_RANKS, MAX_SECONDS, MAX_STEPS, Epoch, Range
-
-Ranks = Annotated[int, Range(1, MAX_RANKS)]
-Step = Annotated[int, Range(0, MAX_STEPS)]
-
-
-class Launch(TypedDict, total=False):
-    """`launch` in run.json: the command and the ranks that launch started."""
-
-    typed: list[str]
-    argv: list[str]
-    command: list[str]
-    scheduler: str
-    job_id: str | None
-    hosts: list[str]
-    ranks_per_host: list[Annotated[int, Range(0, MAX_RANKS)]]
-    launcher: str
-    dialect: str | None
-    world_size: Ranks
-    env: dict[str, str]
-    started: Epoch
-
-
-class Exit(TypedDict, total=False):
-    """`exit` in run.json: the run's exit code, and why it ended."""
-
-    code: int
-    cause: str | None
-    kind: str | None
-    rank: int | None
-    ended: Epoch
-    launcher_status: int | None
-    stopped: dict[str, Any] | None
-    failed_before_stop: list[int] | None
-    ended_before_stop: list[int] | None
-
-
-class Device(TypedDict, total=False):
-    """Device of a run."""
-
-    type: str
-    memory_bytes: int | None
-
-
-class Load(TypedDict):
-    """Load average of rank 0's node."""
-
-    average: float
-    cpus: Annotated[int, Range(1, MAX_RANKS)]
-
-
-class Environment(TypedDict, total=False):
-    """`environment` in run.json: world size, device and load."""
-
-    world_size: Ranks
-    device: Device
-    load: Load
-
-
-class Config(TypedDict, total=False):
-    """`config` in run.json: the trainer's settings that other commands read."""
-
-    steps: Step
-    log_every: Annotated[int, Range(1, MAX_STEPS)]
-    optimizer: str
-    resume: str | None
-    ds_config: str
-
-
-class Record(TypedDict, total=False):
-    """Content of run.json."""
-
-    launch: Launch
-    exit: Exit | None
-    config: Config
-    parameters: int
-    precision: str | None
-    sources: dict[str, str]
-    model: dict[str, Any]
-    environment: Environment | None
-    summary: dict[str, Any] | None
-    memory: dict[str, Any] | None
-    data: dict[str, Any]
-    submit: dict[str, Any]
-    trackers: dict[str, Any]
-    load_at_end: Load
-    steps: Step
-    stopped: str | None
-
-
-class Batch(TypedDict, total=False):
-    """`batch` in layout.json."""
-
-    global_batch: Annotated[int, Range(1, MAX_STEPS)]
-    micro_batch: Annotated[int, Range(1, MAX_STEPS)]
-    accumulation: Annotated[int, Range(1, MAX_STEPS)]
-    dp_size: Ranks
-
-
-class Degrees(TypedDict, total=False):
-    """`layout` in layout.json."""
-
-    name: str
-    tp: Ranks
-    pp: Ranks
-    sp: Ranks
-
-
-class Resolved(TypedDict, total=False):
-    """Content of layout.json."""
-
-    layout: Degrees
-    batch: Batch
-    precision: str | None
+from ezpz_llm.base import MAX_RANKS, MAX_SECONDS, Range
 
 
 class _Call(TypedDict):
@@ -168,15 +52,6 @@ class TraceNotes(_Traced, total=False):
     transient_bytes: int
     buffer_bytes: int
     buffer_transient_bytes: int
-
-
-class Memory(TypedDict):
-    """`memory` in run.json, in bytes, for the rank that uses the most memory; see `Memory` of memory_watch.py."""
-
-    expected: dict[str, float]
-    elsewhere: dict[str, float]
-    measured: dict[str, int | None]
-    peak: int
 
 
 class _Zero(TypedDict, total=False):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, count_noun
-from ezpz_llm.rundir.files import RunDir, append_lines, json_text, update_record, write_atomic
+from ezpz_llm.rundir.files import RunDir, append_lines, json_text, write_atomic
 
 MAX_WAITING = 100_000
 """Limit on pending lines and writes per path, about 50 MB of metrics. Further ones are dropped."""
@@ -84,6 +84,8 @@ class SideFiles:
 
     def update_record(self, run_dir: RunDir, **members: Any) -> None:
         """Set members of run.json."""
+        from ezpz_llm.rundir.records import update_record  # not needed by the shims, which import this package
+
         self._put(run_dir.record, _Write(lambda: update_record(run_dir, **members), ()))
 
     def attempt(self, what: str, action: Callable[[], object]) -> None:

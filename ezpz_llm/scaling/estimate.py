@@ -12,7 +12,7 @@ from ezpz_llm.base import UserError
 from ezpz_llm.launch.option_parsing import value_of
 from ezpz_llm.launch.schedulers.scheduler import clock_with_days
 from ezpz_llm.report.runs import load_runs
-from ezpz_llm.rundir import read_record
+from ezpz_llm.rundir.records import Exit, Launch, Startup, read_record
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Point, Study, run_dir_of
 
@@ -70,12 +70,12 @@ def _newest_speed(folder: Path, command: Sequence[str]) -> Speed | None:
         except UserError:  # damaged, or without steps
             continue
         rate = run.median("tokens_per_second_per_device")
-        block_size = (run.record.get("model") or {}).get("block_size")
-        typed = (run.record.get("launch") or {}).get("typed") or ()
+        block_size = run.record.model_settings.block_size
+        typed = (run.record.launch or Launch()).typed or ()
         is_alike = typed and all(value_of(typed, name) == value_of(command, name) for name in _SHAPE)
         if rate and block_size and is_alike:
-            startup = run.record.get("startup") or {}
-            return Speed(f"{folder.name}/{path.parent.name}", rate, startup.get("total_s") or 0.0, block_size)
+            startup = run.record.startup or Startup()
+            return Speed(f"{folder.name}/{path.parent.name}", rate, startup.total_s, block_size)
     return None
 
 
@@ -87,5 +87,5 @@ def _expected_s(point: Point, speed: Speed) -> float:
 def _duration_s(folder: Path, point: Point, repeat: int) -> float | None:
     """Return the duration of a repeat in seconds; None unless it succeeded."""
     record = read_record(run_dir_of(folder, point, repeat))
-    ended, started = record.get("exit") or {}, (record.get("launch") or {}).get("started")
-    return None if started is None or ended.get("code") != 0 else ended["ended"] - started
+    ended, started = record.exit or Exit(), (record.launch or Launch()).started
+    return None if started is None or ended.code != 0 or ended.ended is None else ended.ended - started

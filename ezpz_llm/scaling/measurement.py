@@ -14,7 +14,9 @@ from typing import Any
 from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import is_finite, steady_steps
-from ezpz_llm.rundir import RunDir, is_interrupted, read_layout, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.layout_record import read_layout_record
+from ezpz_llm.rundir.records import Environment, Launch, Memory, RunRecord, read_record
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Point, Repeat, run_dir_of
 
@@ -32,12 +34,12 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     """Measure a finished repeat; return None if it was interrupted, by a signal or the end of the allocation."""
     run_dir = run_dir_of(study, point, repeat)
     record = read_record(run_dir)
-    ended = record.get("exit")
-    if ended is None or is_interrupted(ended):
+    ended = record.exit
+    if ended is None or ended.is_interrupted:
         return None
-    if ended["code"]:
-        return failed_repeat(study, point, repeat, f"{ended['cause']} (code {ended['code']})")
-    if record.get("stopped"):
+    if ended.code:
+        return failed_repeat(study, point, repeat, f"{ended.cause} (code {ended.code})")
+    if record.stopped:
         return None
     planned = _planned_repeat(study, point, repeat)
     try:
@@ -57,7 +59,7 @@ def _planned_repeat(study: Path, point: Point, repeat: int) -> Repeat:
                   point.micro_batch, point.accumulation, str(run_dir))
 
 
-def _measured_repeat(planned: Repeat, run_dir: RunDir, record: dict[str, Any], is_script: bool) -> Repeat:
+def _measured_repeat(planned: Repeat, run_dir: RunDir, record: RunRecord, is_script: bool) -> Repeat:
     rows = list(read_lines(run_dir.metrics))
     steps = untraced_steps(rows, run_dir)
     if len(steps) < _MIN_STEPS:
@@ -70,19 +72,19 @@ def _measured_repeat(planned: Repeat, run_dir: RunDir, record: dict[str, Any], i
     measured = (_with_batch_of_script(planned, steps) if is_script else
                 _with_batch_of_trainer(planned, run_dir, record))
     times = tuple(row["step_time_s"] for row in steps)
-    memory = record.get("memory") or {}  # missing in runs of the library
-    is_cpu = record["environment"]["device"]["type"] == "cpu"
+    memory = record.memory or Memory()  # missing in runs of the library
+    is_cpu = (record.environment or Environment()).device.type == "cpu"
     last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
     split = _read_split(run_dir, planned.ranks)
-    straggler = ((record.get("summary") or {}).get("straggler") or {}).get("rank", 0)
-    slowest = split.straggler.rank if split else straggler
+    straggler = split.straggler if split else record.summary and record.summary.straggler
+    slowest = straggler.rank if straggler else 0
     return replace(
         measured,
         step_times_s=times,
         tokens_per_second=measured.step_tokens / statistics.median(times),
         mfu=mfu,
-        peak_device_bytes=None if is_cpu else memory.get("peak"),
-        peak_host_bytes=memory.get("host_peak"),
+        peak_device_bytes=None if is_cpu else memory.peak,
+        peak_host_bytes=memory.host_peak,
         split=split.per_step() if split else None,
         slowest_rank=slowest,
         slowest_host=_hostname_of(slowest, record),
@@ -101,13 +103,15 @@ def _with_batch_of_script(planned: Repeat, steps: Sequence[dict[str, Any]]) -> R
                    block_size=round(statistics.median(tokens) / planned.ranks))
 
 
-def _with_batch_of_trainer(planned: Repeat, run_dir: RunDir, record: dict[str, Any]) -> Repeat:
-    layout = read_layout(run_dir.layout)
-    if layout is None:
-        raise _UnusableRun(f"{run_dir.layout} is missing, so the batch is unknown")
-    batch = layout["batch"]
-    return replace(planned, global_batch=batch["global_batch"], micro_batch=batch["micro_batch"],
-                   accumulation=batch["accumulation"], block_size=record["model"]["block_size"])
+def _with_batch_of_trainer(planned: Repeat, run_dir: RunDir, record: RunRecord) -> Repeat:
+    layout = read_layout_record(run_dir)
+    block_size = record.model_settings.block_size
+    if layout is None or layout.batch is None or block_size is None:
+        missing = run_dir.record if block_size is None else run_dir.layout
+        raise _UnusableRun(f"{missing} is missing or incomplete, so the batch is unknown")
+    batch = layout.batch
+    return replace(planned, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                   accumulation=batch.accumulation, block_size=block_size)
 
 
 def untraced_steps(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
@@ -152,8 +156,9 @@ def _read_split(run_dir: RunDir, ranks: int) -> Split | None:
         return None
 
 
-def _hostname_of(rank: int, record: dict[str, Any]) -> str:
+def _hostname_of(rank: int, record: RunRecord) -> str:
     """Return the hostname on which launch placed a rank."""
-    launch = record["launch"]
-    ranks = zip(launch["hosts"], launch["ranks_per_host"], strict=True)
-    return [host for host, count in ranks for _ in range(count)][rank]
+    hosts = (record.launch or Launch()).rank_hosts
+    if rank >= len(hosts):
+        raise _UnusableRun(f"run.json does not name the node of rank {rank}")
+    return hosts[rank]

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ezpz_llm.base import NoFile, UserError, as_dataclass, read_json
-from ezpz_llm.rundir import RunDir, append_line, locked, read_lines, read_record, without_secrets, write_json
+from ezpz_llm.rundir import RunDir, append_line, locked, read_lines, without_secrets, write_json
+from ezpz_llm.rundir.records import Environment, Launch, read_record
 
 _VERSION = 1
 
@@ -232,21 +233,20 @@ def provenance_of(run_dirs: Sequence[Path]) -> Provenance:
     """Return the provenance of the first run, with the nodes of all runs, omitting missing values."""
     records = [read_record(RunDir(run_dir)) for run_dir in run_dirs]
     record = records[0]
-    launch, environment = record.get("launch") or {}, record.get("environment") or {}
-    commands = [shlex.join(command) for command in (launch.get("typed"), launch.get("argv")) if command]
-    device = environment.get("device") or {}
-    hosts = [" ".join((record.get("environment") or {}).get("hosts") or (record.get("launch") or {}).get("hosts")
-                      or ()) for record in records]
+    launch, environment = record.launch or Launch(), record.environment or Environment()
+    commands = [shlex.join(command) for command in (launch.typed, launch.argv) if command]
+    hosts = [" ".join((record.environment or Environment()).hosts or (record.launch or Launch()).hosts or ())
+             for record in records]
     values: dict[str, Any] = {
-        **(environment.get("versions") or {}),
-        "platform": environment.get("platform"),
-        "device": " ".join(str(device[key]) for key in ("type", "name") if device.get(key)) or None,
-        "backend": environment.get("backend"),
-        "threads": environment.get("threads"),
-        "precision": record.get("precision"),
-        "scheduler": launch.get("scheduler"),
-        "launcher": " ".join(str(launch[key]) for key in ("launcher", "dialect") if launch.get(key)) or None,
+        **environment.versions,
+        "platform": environment.platform,
+        "device": " ".join(filter(None, (environment.device.type, environment.device.name))) or None,
+        "backend": environment.backend,
+        "threads": environment.threads,
+        "precision": record.precision,
+        "scheduler": launch.scheduler,
+        "launcher": " ".join(filter(None, (launch.launcher, launch.dialect))) or None,
         "hosts": ", then ".join(dict.fromkeys(filter(None, hosts))) or None,
-        **(environment.get("variables") or {}), **(launch.get("env") or {}),
+        **environment.variables, **(launch.env or {}),
     }
     return Provenance(tuple(commands), {name: str(value) for name, value in values.items() if value is not None})

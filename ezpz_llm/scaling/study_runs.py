@@ -20,7 +20,8 @@ from ezpz_llm.launch.liveness import read_live_state
 from ezpz_llm.launch.option_parsing import value_of
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.observe.throughput import format_number
-from ezpz_llm.rundir import RunDir, locked, read_record
+from ezpz_llm.rundir import RunDir, locked
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.scaling.measurement import failed_repeat, measure
 from ezpz_llm.scaling.planning import THREADS_VARIABLE, hosts_options, study_allocation
 from ezpz_llm.scaling.study import (
@@ -112,8 +113,8 @@ def _run_repeat(study: Study, folder: Path, point: Point, repeat: int,
     result = measure(folder, point, repeat)
     if result is None:
         record = read_record(run_dir)
-        if record.get("exit") is not None:
-            raise StudyInterrupted(record.get("stopped") or record["exit"]["cause"])
+        if record.exit is not None:
+            raise StudyInterrupted(record.stopped or record.exit.cause)
         result = failed_repeat(folder, point, repeat, _launch_error(output))
     add_repeat(folder, result)
     return result
@@ -122,7 +123,7 @@ def _run_repeat(study: Study, folder: Path, point: Point, repeat: int,
 def _wait_for_exit(run_dir: RunDir) -> None:
     """Wait for launch and its ranks, which may outlive a study that was killed."""
     record, announced = read_record(run_dir), False
-    while "launch" in record and read_live_state(run_dir, record, _SILENT_S) is not None:
+    while read_live_state(run_dir, record, _SILENT_S) is not None:
         if not announced:
             print(f"waiting for an earlier attempt to exit: {run_dir.path}", flush=True)
         announced = True

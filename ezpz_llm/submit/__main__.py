@@ -13,7 +13,8 @@ from dataclasses import replace
 from ezpz_llm.base import EXIT_USAGE, count_noun, run_command
 from ezpz_llm.launch.precheck import check_command
 from ezpz_llm.launch.schedulers.scheduler import clock
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, read_record, update_record, write_atomic
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, write_atomic
+from ezpz_llm.rundir.records import Launch, Submission, read_record, update_record
 from ezpz_llm.submit.job import Job, plan_job, write_script
 from ezpz_llm.submit.options import help_text, parse
 from ezpz_llm.submit.script import RejectedError, queue_chain, remove_job_variables
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         _queue(job, typed)
     except RejectedError:
         # Without a job, this directory must not become the newest run.
-        if not existed_before and not read_record(job.run_dir)["submit"]["jobs"]:
+        if not existed_before and not (read_record(job.run_dir).submit or Submission()).jobs:
             shutil.rmtree(job.run_dir.path, ignore_errors=True)
         raise
     return 0
@@ -69,17 +70,18 @@ def _claim(job: Job) -> Job:
 
 def _queue(job: Job, typed: list[str]) -> None:
     # submit.state compares start times to distinguish an earlier launch in this directory from this job's.
-    before = (read_record(job.run_dir).get("launch") or {}).get("started")
-    record = {"typed": typed, "scheduler": job.scheduler.NAME, "site": job.site.name, "nodes": job.options.nodes,
-              "time_s": job.options.time_s, "ranks": job.placement.world_size,
-              "script": str(job.run_dir.job_script), "submitted": time.time(), "launched_before": before}
+    before = (read_record(job.run_dir).launch or Launch()).started
     jobs: list[str] = []
-    update_record(job.run_dir, submit={**record, "jobs": jobs})
+    submission = Submission(
+        typed=typed, scheduler=job.scheduler.NAME, site=job.site.name, nodes=job.options.nodes,
+        time_s=job.options.time_s, ranks=job.placement.world_size, script=str(job.run_dir.job_script),
+        submitted=time.time(), launched_before=before, jobs=jobs)
+    update_record(job.run_dir, submit=submission)
     try:
         for job_id in queue_chain(job.scheduler, job.run_dir.job_script, job.options.chain,
                                   remove_job_variables(os.environ)):
             jobs.append(job_id)
-            update_record(job.run_dir, submit={**record, "jobs": jobs})
+            update_record(job.run_dir, submit=submission)
     finally:
         if jobs:
             print(_summary(job, jobs), flush=True)

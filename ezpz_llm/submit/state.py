@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ezpz_llm.base import UserError, run_command, system_text
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import Exit, Launch, Submission, read_record
 
 _MAX_NAME_BYTES = 256
 _SIGNAL_OFFSET = 128
@@ -33,19 +34,19 @@ def main(argv: Sequence[str]) -> int:
 def find_state(run_dir: RunDir) -> str:
     """Return "new", "resume", "restart" or "complete"."""
     record = read_record(run_dir)
-    launched = (record.get("launch") or {}).get("started")
+    launched = (record.launch or Launch()).started
     # If the recorded launch is older than this submission, it is an earlier job's, and this one has not started.
-    if launched == (record.get("submit") or {}).get("launched_before"):
+    if launched == (record.submit or Submission()).launched_before:
         return "new"
-    code = (record.get("exit") or {}).get("code")
+    code = (record.exit or Exit()).code
     has_succeeded, was_killed = code == 0, code is None or code > _SIGNAL_OFFSET
     # The trainer also exits with code 0 if it stopped before the last step because of the job's end time.
-    steps = (record.get("config") or {}).get("steps", 0)
+    steps = record.settings.steps or 0
     newest = run_dir.checkpoints / "latest"
     match = re.fullmatch(r"step-(\d+)\s*", system_text(newest, most=_MAX_NAME_BYTES))
     saved_step = int(match[1]) if match else 0
     # A run that was killed after its last checkpoint is complete too.
-    if (has_succeeded and record.get("steps", 0) >= steps) or (was_killed and 0 < steps <= saved_step):
+    if (has_succeeded and (record.steps or 0) >= steps) or (was_killed and 0 < steps <= saved_step):
         return "complete"
     if newest.exists() or any(run_dir.checkpoints.glob("*step-*/manifest.json")):
         return "resume"

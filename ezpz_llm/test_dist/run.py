@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.base import count_noun
-from ezpz_llm.check.findings import Finding, as_record, findings_text, is_fit, verdict
+from ezpz_llm.check.findings import Finding, findings_text, is_fit, verdict
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
 from ezpz_llm.dist.seeds import seed_for
@@ -31,7 +31,8 @@ from ezpz_llm.observe import PythonProfile, StepTimeline, profile_window, run_en
 from ezpz_llm.observe.history import spread
 from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width
-from ezpz_llm.rundir import RunDir, append_line, update_record, write_atomic
+from ezpz_llm.rundir import RunDir, append_line, write_atomic
+from ezpz_llm.rundir.records import Environment, SmokeTest, update_record
 from ezpz_llm.test_dist.options import reject_used_directory
 from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
 
@@ -58,16 +59,16 @@ _METRICS = (Metric("loss", "loss"), Metric("sps", "samples_per_second"), Metric(
             Metric("dtf", "forward_s", "ms", 1e3), Metric("dtb", "backward_s", "ms", 1e3))
 
 
-def description(dist: Dist, resolved: Resolved, environment: dict[str, Any],
+def description(dist: Dist, resolved: Resolved, environment: Environment,
                 import_seconds: dict[str, float]) -> str:
     """Return the description of the run that is printed at the start."""
-    batch, versions, hosts = resolved.batch, environment["versions"], environment["hosts"]
+    batch, versions, hosts = resolved.batch, environment.versions, environment.hosts
     names = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     rows = [
         ("ranks", f"{dist.world_size} on {len(hosts)} node{'s' * (len(hosts) > 1)} ({names}), "
                   f"from {dist.info.source}"),
-        ("device", f"{dist.device.type}: {environment['device']['name']}, "
-                   f"{environment['threads']} threads per rank"),
+        ("device", f"{dist.device.type}: {environment.device.name}, "
+                   f"{environment.threads} threads per rank"),
         ("backend", dist.backend or "none (one rank)"),
         ("layout", f"{resolved.layout.name}, {resolved.precision}"),
         ("batch", f"{count_noun(batch.global_batch, 'sample')} ({batch.micro_batch} per rank x "
@@ -320,9 +321,10 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         wrong_kinds = dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)
         findings = find_problems(dist, lines, before, after, list(wrong_kinds))
         if dist.is_main:
-            update_record(dist.run_dir, test_dist={
-                **as_record(findings), "held_out_loss": {"before": before, "after": after},
-                "reductions": [asdict(result) for result in measured], "spread": _metric_spreads(lines)})
+            update_record(dist.run_dir, test_dist=SmokeTest(
+                fit=is_fit(findings), findings=findings,
+                held_out_loss={"before": before, "after": after},
+                reductions=[asdict(result) for result in measured], spread=_metric_spreads(lines)))
             print(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, findings,
                                dist.world_size), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)

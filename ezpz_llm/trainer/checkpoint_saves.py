@@ -10,6 +10,7 @@ from typing import Any
 
 from ezpz_llm import checkpoint
 from ezpz_llm.launch.variables import SAVING
+from ezpz_llm.rundir.records import CheckpointCost
 from ezpz_llm.trainer.session import Session
 
 
@@ -75,10 +76,11 @@ def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) ->
         session.callbacks.save(saved.folder)
 
 
-def checkpoint_cost(session: Session) -> dict[str, Any]:
+def checkpoint_cost(session: Session) -> CheckpointCost:
     """Return the cost of checkpoints for run.json: number, size, median seconds to write, seconds training
     waited."""
     saves = session.checkpoints.written
-    return {"written": len(saves), "bytes": saves[-1].size if saves else None,
-            "complete_after_s": statistics.median(save.seconds for save in saves) if saves else None,
-            "training_waited_s": session.clock.split().get("checkpoints", 0.0)}
+    return CheckpointCost(
+        written=len(saves), bytes=saves[-1].size if saves else None,
+        complete_after_s=statistics.median(save.seconds for save in saves) if saves else None,
+        training_waited_s=session.clock.split().get("checkpoints", 0.0))

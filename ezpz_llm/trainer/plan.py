@@ -93,7 +93,8 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
     # A preset keeps its global batch on any number of ranks; its micro-batch is an upper limit.
-    largest = config.micro_batch if options.origin("micro_batch") in (Origin.PRESET, Origin.RUN) else None
+    keeps_largest = options.origin("micro_batch") in (Origin.PRESET, Origin.RUN, Origin.RUN_TYPED)
+    largest = config.micro_batch if keeps_largest else None
     resolved = resolve(Request(config.ds_config, world_size=world_size, global_batch=config.global_batch,
                                micro_batch=None if largest else config.micro_batch,
                                accumulation=config.accumulation, default_micro_batch=largest or DEFAULT_MICRO_BATCH,
@@ -107,7 +108,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     from_ds_config = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
     for name, value in from_ds_config.items():
         options = options.set(resolved.sources[name], **{name: value})
-    options = options.set(ValueSource(Origin.FILE, f"a share of lr in {config.ds_config}"),
+    options = options.set(ValueSource(Origin.DS_CONFIG_SHARE, config.ds_config),
                           **{name: share * options.config.lr for name, share in resolved.of_peak.items()})
     _check_numbers(options.set(resolved.sources["clip"], clip=resolved.clip))
     options = _with_schedule(options)
@@ -157,7 +158,7 @@ def _with_schedule(options: Options) -> Options:
             options = options.set(ValueSource(Origin.DERIVED, "steps"), **{name: default})
         elif steps < recipe.get("steps", 0):
             # The recipe is for a longer run: keep its proportions.
-            options = options.set(replace(source, detail=f"{source.detail}, in proportion to {steps} steps"),
+            options = options.set(replace(source, scaled_to=steps),
                                   **{name: max(RANGES[name].least, given * steps // recipe["steps"])})
     if options.config.schedule == "wsd" and options.config.wsd_decay_steps is None:
         end = options.config.decay_steps or steps

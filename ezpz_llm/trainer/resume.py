@@ -15,8 +15,10 @@ from ezpz_llm.base import UserError, shorten_value, user_path
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_checkpoint
 from ezpz_llm.layout.batch import option_of
-from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_json as read_plain_json, read_record
+from ezpz_llm.layout.value_source import DEFAULT, FROM_DS_CONFIG, Origin, ValueSource, read_sources
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir.layout_record import read_layout_record
+from ezpz_llm.rundir.records import RunRecord, read_record
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.resume_data import check_data
@@ -76,10 +78,10 @@ def find_resume_point(options: Options) -> ResumePoint:
             return ResumePoint(options)
         _check_unchanged(given, run, record, step)
         return ResumePoint(options, complete=f"{target} is complete, step {step} of {steps}: nothing is left to do")
-    if not record and config.resume != AUTO:
+    if not run.record.exists() and config.resume != AUTO:
         find(target)  # raises an error that describes the problem
     options = _with_settings(options, run, record).set(options.sources["resume"], resume=None)
-    if is_own and options.config.save_every < 0 and record.get("steps") == options.config.steps:
+    if is_own and options.config.save_every < 0 and record.steps == options.config.steps:
         _check_unchanged(given, run, record, options.config.steps)
         return ResumePoint(options, complete=f"{target} is complete, without checkpoints: nothing is left to do")
     has_begun = run.metrics.exists()
@@ -96,10 +98,10 @@ def rename_old_metrics(run_dir: RunDir) -> Path:
     return path
 
 
-def _check_unchanged(given: Options, run: RunDir, record: dict[str, Any], step: int) -> None:
+def _check_unchanged(given: Options, run: RunDir, record: RunRecord, step: int) -> None:
     """Raise a UserError if options differ from those of a complete run, since they would be ignored."""
-    saved = record.get("config") or {}
-    sources = ValueSource.read_all(record.get("sources") or {})
+    saved = record.config or {}
+    sources = read_sources(record.sources)
     differing = []
     for name, value in asdict(given.config).items():
         if name in {*_PER_ATTEMPT, "steps"} or name not in saved or _is_same(value, saved[name]):
@@ -108,8 +110,7 @@ def _check_unchanged(given: Options, run: RunDir, record: dict[str, Any], step: 
         # A value of a file or preset may have been overridden by the ds_config, a derived setting or fewer steps,
         # as it would be again by the same command. Nothing overrides an option on the command line.
         overridden = before != given.sources[name] and (
-            before.origin in _REDERIVED or "in proportion to" in before.detail
-            or str(saved.get("ds_config")) in before.detail)
+            before.origin in (*_REDERIVED, *FROM_DS_CONFIG) or before.scaled_to is not None)
         if origin is Origin.COMMAND_LINE or (origin in (Origin.FILE, Origin.PRESET) and not overridden):
             differing.append(name)
     if differing:
@@ -135,10 +136,10 @@ def run_of(target: Path) -> RunDir:
     return RunDir(target.parent if target.name == "checkpoints" else target)
 
 
-def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Options:
+def _with_settings(options: Options, run: RunDir, record: RunRecord) -> Options:
     """Restore the run's settings, except those that the user chose in addition to `--resume`."""
-    saved = record.get("config") or {}
-    sources = ValueSource.read_all(record.get("sources") or {})
+    saved = record.config or {}
+    sources = read_sources(record.sources)
     chosen = _chosen(options)
     settings = {name: value for name, value in saved.items()
                 if name in FIELDS and name not in chosen | _PER_ATTEMPT
@@ -159,13 +160,15 @@ def _chosen(options: Options) -> set[str]:
 def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:
     """Return the run's batch sizes to restore: the global batch, and the micro-batch as an upper limit."""
     try:
-        batch = (read_plain_json(run.layout) or {}).get("batch") or {}
+        layout = read_layout_record(run)
     except UserError:
         return {}
+    if layout is None or layout.batch is None:
+        return {}
     given = chosen.intersection(_BATCH)
-    sizes = {}
+    sizes: dict[str, int] = {}
     if "global_batch" not in given and len(given) < 2:
-        sizes["global_batch"] = batch.get("global_batch")
+        sizes["global_batch"] = layout.batch.global_batch
     if not given & {"micro_batch", "accumulation"}:
-        sizes["micro_batch"] = batch.get("micro_batch")
-    return {name: number for name, number in sizes.items() if number is not None}
+        sizes["micro_batch"] = layout.batch.micro_batch
+    return sizes

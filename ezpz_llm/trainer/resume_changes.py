@@ -8,7 +8,8 @@ from typing import Any
 
 from ezpz_llm.base import shorten_value
 from ezpz_llm.layout.batch import option_of
-from ezpz_llm.rundir import read_layout, read_record
+from ezpz_llm.rundir.layout_record import LayoutRecord, read_layout_record
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.plan import RANGES, RunPlan
 from ezpz_llm.trainer.resume import run_of
 from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
@@ -26,17 +27,17 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
         step: step of the checkpoint.
     """
     run = run_of(Path(str(plan.config.resume)))
-    record, layout = read_record(run), read_layout(run.layout) or {}
-    saved, model = record.get("config") or {}, record.get("model") or {}
+    record, layout = read_record(run), read_layout_record(run) or LayoutRecord()
+    saved, model = record.config or {}, record.model_settings
     now = {name: getattr(plan.config, name) for name in (*_SCHEDULE, *_OTHER_SETTINGS)}
     before = {name: saved[name] for name in now if _is_usable(name, saved.get(name))}
     resolved = plan.resolved
     for name, old, new in (
-            ("global_batch", (layout.get("batch") or {}).get("global_batch"), resolved.batch.global_batch),
-            ("clip", layout.get("clip"), resolved.clip),
-            ("precision", layout.get("precision"), resolved.precision),
-            ("dropout", model.get("dropout"), plan.model.dropout),
-            ("block_size", model.get("block_size"), plan.model.block_size)):
+            ("global_batch", layout.batch and layout.batch.global_batch, resolved.batch.global_batch),
+            ("clip", layout.clip, resolved.clip),
+            ("precision", layout.precision, resolved.precision),
+            ("dropout", model.dropout, plan.model.dropout),
+            ("block_size", model.block_size, plan.model.block_size)):
         if old is not None and "auto" not in (old, new):
             before[name], now[name] = old, new
     changed = [name for name in before if before[name] != now[name]]

@@ -13,10 +13,11 @@ from ezpz_llm.data.prepare import find_prepared
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import choose_tokenizer, describe
 from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import Data, RunRecord
 from ezpz_llm.trainer.options import Options
 
 
-def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str, Any],
+def check_data(options: Options, chosen: set[str], run: RunDir, record: RunRecord,
                state: dict[str, Any]) -> None:
     """Check that corpus, tokenizer and text key select the tokens that the run was trained on.
 
@@ -27,13 +28,13 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str
     Args:
         options: complete options, with the run's settings.
         chosen: names of the settings that were given with `--resume`.
-        record: the run's run.json, empty if it does not exist.
+        record: the run's run.json, without members if it does not exist.
         state: state of the run's checkpoint.
 
     Raises:
         UserError: the tokens differ, or may differ.
     """
-    config, saved = options.config, record.get("config") or {}
+    config, saved = options.config, record.config or {}
     saved_tokenizer = state.get("tokenizer")
     if "tokenizer" in chosen and config.tokenizer and saved_tokenizer \
             and not choose_tokenizer(config.tokenizer).fits(saved_tokenizer):
@@ -41,7 +42,7 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str
     before = saved.get("corpus")
     if not before:
         return
-    source = ((record.get("data") or {}).get("source") or {}).get("corpus", before)
+    source = (record.data or Data()).source.get("corpus", before)
     if "corpus" in chosen and _identity(config.corpus) not in (_identity(before), _identity(source)):
         folder = find_prepared(config.corpus, config.tokenizer, config.text_key)
         is_mixture = bool(find_mixture(config.corpus))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ezpz_llm import checkpoint
 from ezpz_llm.checkpoint.retention import candidates
-from ezpz_llm.rundir import read_record, update_record
+from ezpz_llm.rundir.records import Rollback, read_record, update_record
 from ezpz_llm.trainer.checkpoint_saves import finish_save
 from ezpz_llm.trainer.plan import check_state
 from ezpz_llm.trainer.session import Session, Stop
@@ -67,7 +67,7 @@ def _roll_back(session: Session, source: str | Path, reason: str) -> None:
     if session.dist.is_main:
         print(f"warning: {reason}\n  rolled back from step {reached} to the checkpoint of step {session.step}; the "
               f"{skipped} samples since then are skipped", file=sys.stderr, flush=True)
-        run_dir, rollback = session.dist.run_dir, {"from_step": reached, "to_step": session.step,
-                                                   "samples_passed_over": skipped, "why": reason}
+        run_dir = session.dist.run_dir
+        rollback = Rollback(from_step=reached, to_step=session.step, samples_passed_over=skipped, why=reason)
         session.dist.side.attempt("the rollback in run.json", lambda: update_record(
-            run_dir, rollbacks=[*read_record(run_dir).get("rollbacks", []), rollback]))
+            run_dir, rollbacks=[*read_record(run_dir).rollbacks, rollback]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +25,7 @@ from ezpz_llm.model.loss import configure_head
 from ezpz_llm.model.parameters import FlopCount, flops_per_token, parameter_count, product_flops_per_token
 from ezpz_llm.observe import StepWork, measure_ceiling, peak_flops, run_environment, terminal_width
 from ezpz_llm.observe.throughput import format_number
+from ezpz_llm.rundir.records import Data
 from ezpz_llm.trainer.check_report import setting_warnings, settings_by_source
 from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
 from ezpz_llm.trainer.plan import RunPlan
@@ -40,10 +40,10 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
     plan.resolved.write(dist.run_dir, dist.side)
     dist.side.update_record(
         dist.run_dir, config=asdict(plan.config), model=asdict(plan.model),
-        sources={name: str(source) for name, source in plan.sources.items()},
+        sources={name: source.as_record() for name, source in plan.sources.items()},
         parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
         data=_describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
-        peak=asdict(work.peak) if work.peak else None, ceiling=asdict(work.ceiling))
+        peak=work.peak, ceiling=work.ceiling)
     if "kind" in data.manifest["tokenizer"]:
         # Machines without the shards need the tokenizer to use a checkpoint of this run.
         file = find_copy(data.folder, data.manifest["tokenizer"])
@@ -53,13 +53,13 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
     print(text + align_rows(_remarks(plan, data, dist, work, flops), terminal_width()), flush=True)
 
 
-def _describe_data(data: TokenData) -> dict[str, Any]:
+def _describe_data(data: TokenData) -> Data:
     """Describe the run's data for run.json, without the tokenizer's table."""
     manifest = data.manifest
-    return {"folder": str(data.folder), "source": manifest["source"], "tokenizer": manifest["tokenizer"]["name"],
-            "vocab_size": data.vocab_size, "documents": manifest["documents"],
-            "tokens": {split: entry["tokens"] for split, entry in manifest["splits"].items()},
-            "fingerprint": data.fingerprint}
+    return Data(folder=str(data.folder), source=manifest["source"], tokenizer=manifest["tokenizer"]["name"],
+                vocab_size=data.vocab_size, documents=manifest["documents"],
+                tokens={split: entry["tokens"] for split, entry in manifest["splits"].items()},
+                fingerprint=data.fingerprint)
 
 
 def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> str:

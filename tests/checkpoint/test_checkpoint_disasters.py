@@ -15,7 +15,8 @@ from slowness import scaled
 
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_manifest, verify
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 
 RUN = ["--lr", "0.004", "--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32",
        "--ds-config", "zero2", "--precision", "fp32", "--global-batch-size", "8", "--micro-batch-size", "2",
@@ -94,7 +95,7 @@ def test_a_full_disk_at_the_end_is_an_error(server: Server, small_disk: Path) ->
     run_dir = small_disk / "run"
     assert find(run_dir).name == "step-00000040"
     assert len(losses(run_dir)) == 60
-    assert read_record(RunDir(run_dir))["steps"] == 60
+    assert read_record(RunDir(run_dir)).steps == 60
 
 
 def test_a_run_resumes_before_a_damaged_checkpoint(server: Server, tmp_path: Path) -> None:

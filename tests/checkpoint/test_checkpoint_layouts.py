@@ -19,7 +19,8 @@ from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import Batches
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.layout.ops import is_built
-from ezpz_llm.rundir import RunDir, read_record, write_json
+from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.position import Position, hash_samples
 
 RESULT = ROOT / "benchmarks" / "results" / "resume_matrix.json"
@@ -151,9 +152,9 @@ def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Ser
         state = read_json(find(run_dir) / STATE)
         assert (state["step"], state["consumed"]) == (until, consumed)
     record = read_record(RunDir(run_dir))
-    assert record["samples_consumed"] == consumed == 5 * 8 + 4 * 3 + 3 * 20 + 2 * 8
+    assert record.samples_consumed == consumed == 5 * 8 + 4 * 3 + 3 * 20 + 2 * 8
     train = TokenData.open(prepare("stdlib", progress=False)).split("train")
-    assert record["sample_hash"] == state["sample_hash"] == hash_of(train, consumed)
+    assert record.sample_hash == state["sample_hash"] == hash_of(train, consumed)
     assert len(complete_checkpoints(RunDir(run_dir).checkpoints)) == 2
 
 

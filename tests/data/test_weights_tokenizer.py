@@ -40,7 +40,8 @@ from ezpz_llm.hf.source import find_source
 from ezpz_llm.hf.tokenizer import tokenizer_of, write_tokenizer
 from ezpz_llm.hf.weights import export
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, check_run
 
@@ -255,7 +256,7 @@ def test_warnings_for_a_loss_above_chance_and_for_another_tokenizer(
     assert f"warning    {both}" in process.stdout
     assert f"of the loaded weights is above ln V = {math.log(300):.2f}" in process.stdout
     assert evaluate.main(["val", str(folder), "--corpus", "text.txt", "--device", "cpu", "--run-dir", "at"]) == 0
-    assert read_record(RunDir(place / "at"))["evaluation"]["val"]["tokenizer"] == "char"
+    assert read_record(RunDir(place / "at")).evaluation["val"]["tokenizer"] == "char"
     stderr = capsys.readouterr().err
     assert f"warning: the loss is above ln V = {math.log(300):.4f}" in stderr
     assert both not in stderr

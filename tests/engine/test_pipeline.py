@@ -29,7 +29,8 @@ from ezpz_llm.model.init import init_weights
 from ezpz_llm.model.parameters import parameter_count, placement_of
 from ezpz_llm.model.partition import Weights, balance, part_weights, stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 
 SCRIPT = HELPERS / "pipeline_ranks.py"
 STEPS, ACCUMULATION = 8, 4
@@ -334,12 +335,12 @@ def test_run_reports_idle_time_of_stages(tmp_path: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
     assert lines[-1]["val_loss"] == pytest.approx(lines[-1]["loss"], abs=0.5)
     record = read_record(RunDir(run_dir))
-    assert record["config"]["recompute"] == 2
-    bubble = record["summary"]["bubble"]
-    assert bubble["expected"] == pytest.approx(1 / 5)  # p = 2, m = 4
-    assert len(bubble["idle"]) == 2
+    assert record.config["recompute"] == 2
+    bubble = record.summary.bubble
+    assert bubble.expected == pytest.approx(1 / 5)  # p = 2, m = 4
+    assert len(bubble.idle) == 2
     # On two cores that run other processes as well, stages idle longer, and hardly ever less.
-    assert all(0.1 < idle < 0.9 for idle in bubble["idle"])
+    assert all(0.1 < idle < 0.9 for idle in bubble.idle)
     assert re.search(r"Pipeline stages idle .*: \d+\.\d%, \d+\.\d%; .*\n.* is 20\.0%", process.stdout)
     assert "sample after step 20" in process.stdout
     assert (run_dir / "plots" / "loss.txt").exists()

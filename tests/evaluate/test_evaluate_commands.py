@@ -22,7 +22,8 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import __main__ as checkpoint
 from ezpz_llm.evaluate import command as evaluate, generation as generate
 from ezpz_llm.evaluate.model import add_arguments, plan_model
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
 SMALL = ["--eval-tokens", "2048", "--log-every", "5", "--precision", "fp32", "--profile", "false"]
@@ -84,7 +85,7 @@ def test_hellaswag_in_training_is_in_metrics_and_record(trained: Path) -> None:
     lines = list(read_lines(RunDir(trained / "at-run").metrics))
     scored = [line for line in lines if "hellaswag_acc" in line]
     assert [line["step"] for line in scored] == [20, 40]
-    record = read_record(RunDir(trained / "at-run"))["hellaswag"]
+    record = read_record(RunDir(trained / "at-run")).hellaswag
     assert (record["step"], record["items"]) == (40, 6)
     assert record["acc_norm"] == scored[-1]["hellaswag_acc_norm"]
     assert record["acc_norm"] * 6 == pytest.approx(round(record["acc_norm"] * 6))
@@ -93,10 +94,10 @@ def test_hellaswag_in_training_is_in_metrics_and_record(trained: Path) -> None:
 
 def test_evaluate_val_equals_the_loss_of_the_run(trained: Path, exported: Path, inside: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
-    measured = read_record(RunDir(trained / "at-run"))["val_loss"]
+    measured = read_record(RunDir(trained / "at-run")).val_loss
     assert evaluate.main(["val", str(trained / "at-run"), "--precision", "fp32", "--device", "cpu",
                           "--run-dir", "result"]) == 0
-    result = read_record(result_in(inside))["evaluation"]["val"]
+    result = read_record(result_in(inside)).evaluation["val"]
     assert result["val_loss"] == pytest.approx(measured, rel=1e-6)
     assert result["val_tokens"] == 2048
     assert f"val_loss    {measured:.4f}" in capsys.readouterr().out
@@ -104,7 +105,7 @@ def test_evaluate_val_equals_the_loss_of_the_run(trained: Path, exported: Path, 
     evaluate.main(["val", str(exported), "--precision", "fp32", "--corpus", "stdlib", "--tokens", "2048",
                    "--run-dir", "result"])
     # The run's softmax includes padded rows, which the export does not have.
-    assert read_record(result_in(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
+    assert read_record(result_in(inside)).evaluation["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
 
 
 def test_a_corpus_with_a_path_from_another_folder_is_read_from_the_runs_shards(trained: Path, inside: Path) -> None:
@@ -115,7 +116,7 @@ def test_a_corpus_with_a_path_from_another_folder_is_read_from_the_runs_shards(t
     record["config"]["corpus"] = "elsewhere/text.txt"
     path.write_text(json.dumps(record))
     assert evaluate.main(["val", "moved", "--precision", "fp32", "--device", "cpu", "--run-dir", "result"]) == 0
-    assert read_record(result_in(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, rel=1e-6)
+    assert read_record(result_in(inside)).evaluation["val"]["val_loss"] == pytest.approx(measured, rel=1e-6)
     record["data"]["folder"] = str(inside / "gone")
     path.write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"elsewhere/text\.txt"):
@@ -125,8 +126,8 @@ def test_a_corpus_with_a_path_from_another_folder_is_read_from_the_runs_shards(t
 def test_evaluate_hellaswag_equals_the_score_of_the_run(trained: Path, inside: Path) -> None:
     evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--items", "6",
                    "--precision", "fp32", "--device", "cpu", "--run-dir", "result"])
-    result = read_record(result_in(inside))["evaluation"]["hellaswag"]
-    record = read_record(RunDir(trained / "at-run"))["hellaswag"]
+    result = read_record(result_in(inside)).evaluation["hellaswag"]
+    record = read_record(RunDir(trained / "at-run")).hellaswag
     assert {key: result[key] for key in ("acc", "acc_norm", "items")} == {
         key: record[key] for key in ("acc", "acc_norm", "items")}
 
@@ -221,7 +222,7 @@ def test_verify_reports_damaged_checkpoints_and_continues(trained: Path, tmp_pat
 @pytest.mark.full
 def test_fine_tuning_starts_from_the_weights_under_any_layout(trained: Path, exported: Path) -> None:
     """Start from the export and from the checkpoint; the first loss is far below that of random weights."""
-    before = read_record(RunDir(trained / "at-run"))["val_loss"]
+    before = read_record(RunDir(trained / "at-run")).val_loss
     first = {}
     for layout, source in (("tp2", trained / "at-run"), ("zero3", exported)):
         done = run("train", f"tuned-{layout}", *SMALL, "--init-from", str(source), "--ds-config", layout,
@@ -299,7 +300,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
                           env={**ENV, "HF_HOME": str(inside / "hf-home"), "HF_DATASETS_OFFLINE": "1"}, cwd=inside,
                           capture_output=True, text=True, timeout=scaled(200), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    theirs = read_record(RunDir(inside / "made"))["evaluation"]["harness"]["endings"]
+    theirs = read_record(RunDir(inside / "made")).evaluation["harness"]["endings"]
     ours = harness_score(trained, inside)
     assert theirs["acc,none"] == ours
     with pytest.raises(UserError, match="the harness has no task nothing"):
@@ -310,7 +311,7 @@ def harness_score(trained: Path, inside: Path) -> float:
     """Return our acc, which equals the harness's here: the text has one space between context and ending."""
     evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--precision",
                    "fp32", "--device", "cpu", "--run-dir", "ours"])
-    return read_record(RunDir(inside / "ours"))["evaluation"]["hellaswag"]["acc"]
+    return read_record(RunDir(inside / "ours")).evaluation["hellaswag"]["acc"]
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -10,24 +10,26 @@ import pytest
 from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.records import as_record
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.split import slow_link, split_traces
+from ezpz_llm.explain.trainer_run import Settings, TrainerRun
 from ezpz_llm.explain.without_collectives import main
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.plots import bars_plot
+from ezpz_llm.rundir.records import Device, RunRecord
 
 
 def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",
           **config):
     layout = layout or Layout("zero1", "deepspeed", ZeroOptions(1))
-    return {"model": get_model_config("gpt2-124m"), "layout": layout, "optimizer": optimizer, "world_size": 2,
-            "batch": Batch(8 * accumulation, 4, accumulation, 2), "memory_bytes": memory_bytes,
-            "device": device, "precision": precision,
-            "config": {"save_every": 500, "eval_every": 250, "eval_tokens": 65536, "save_async": True,
-                       "log_every": 50, **config}}
+    return TrainerRun(get_model_config("gpt2-124m"), layout, Batch(8 * accumulation, 4, accumulation, 2), 2,
+                      Settings(save_every=500, eval_every=250, eval_tokens=65536, log_every=50,
+                               optimizer=optimizer, **config),
+                      precision, Device(type=device, memory_bytes=memory_bytes))
 
 
 def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_", work="all_reduce",
@@ -181,24 +183,26 @@ def test_replicated_optimizer_steps_are_a_cause():
 
 
 def test_a_counterfactual_starts_our_trainer_with_the_configuration_of_the_run(tmp_path):
+    typed = {"origin": "command_line"}
     record = {"environment": {"world_size": 4}, "launch": {"typed": ["launch", "sh", "-c", "id"],
                                                                "ranks_per_host": [2, 2]},
               "config": {"ds_config": "zero2", "steps": 5000, "run_dir": "a", "compile": True, "lr": 1e-3,
                          "corpus": "--run-dir=b; id", "min_lr": 1e-4, "x=y --z": 1},
-              "sources": {"ds_config": "command line", "steps": "command line", "run_dir": "command line",
-                          "compile": "run.yaml", "lr": "default", "corpus": "command line",
-                          "x=y --z": "command line",
-                          "min_lr": "a tenth of lr"}}
-    arguments = command(record, tmp_path)
+              "sources": {**dict.fromkeys(("ds_config", "steps", "run_dir", "corpus", "x=y --z"), typed),
+                          "compile": {"origin": "file", "detail": "run.yaml"}, "lr": {"origin": "default"},
+                          "min_lr": {"origin": "tenth", "detail": "lr"}}}
+    arguments = command(as_record(RunRecord, record, "run.json"), tmp_path)
     assert arguments[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
     assert arguments[9:13] == ["--", sys.executable, "-m", "ezpz_llm.explain.without_collectives"]
     assert arguments[13:16] == ["--ds-config=zero2", "--steps=5000", "--compile=true"]
     assert all(word.startswith("--") for word in arguments[13:]), "the record supplies only values of options"
     assert "--corpus=--run-dir=b; id" in arguments
     assert not [word for word in arguments[13:] if word.startswith(("--run-dir", "--lr=", "--min-lr", "--x"))]
-    for broken in ({"config": []}, {"sources": None}, {"environment": {"world_size": "2; id"}}):
+    for missing in ({"config": None}, {"sources": None}, {"environment": {}}):
         with pytest.raises(UserError, match="no trainer configuration"):
-            command({**record, **broken}, tmp_path)
+            command(as_record(RunRecord, {**record, **missing}, "run.json"), tmp_path)
+    with pytest.raises(UserError, match=r"environment\.world_size is '2; id', but must be a whole number"):
+        as_record(RunRecord, {**record, "environment": {"world_size": "2; id"}}, "run.json")
 
 
 def test_a_counterfactual_accepts_a_run_with_rollback_although_it_writes_no_checkpoints():

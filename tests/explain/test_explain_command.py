@@ -13,7 +13,8 @@ from slowness import scaled
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import _repair_advice
 from ezpz_llm.explain.counterfactual import run_counterfactual
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import read_record
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "100"}
 # Steps of about 100 ms: in shorter steps, interference from other processes dominates.
@@ -49,7 +50,7 @@ def test_steps_of_a_run_are_repeated_without_collectives(tmp_path):
     again = next(run_dir.glob("counterfactual-*"))
     # The original run is unchanged, and the new one has the same model.
     assert len(list(RunDir(run_dir).profile.glob("trace-rank*"))) == 0
-    assert read_record(RunDir(again))["model"] == read_record(RunDir(run_dir))["model"]
+    assert read_record(RunDir(again)).model == read_record(RunDir(run_dir)).model
     assert len(list(RunDir(again).profile.glob("trace-rank*.json.gz"))) == 2
     assert not list((again / "checkpoints").glob("step*"))
     text = explain(str(again), cwd=tmp_path).stdout
@@ -72,7 +73,7 @@ def test_runs_that_do_not_support_a_counterfactual_are_rejected(tmp_path, record
 
 
 RECORD = {"launch": {"typed": ["launch", "sh", "-c", "id > PWNED"]}, "environment": {"world_size": 2},
-          "config": {"ds_config": "zero1"}, "sources": {"ds_config": "command line"}}
+          "config": {"ds_config": "zero1"}, "sources": {"ds_config": {"origin": "command_line"}}}
 
 
 def test_nothing_starts_without_confirmation_or_from_the_run_of_another_user(tmp_path, monkeypatch, capsys):

@@ -31,11 +31,11 @@ RANKS = HELPERS / "explain_ranks.py"
 RESULT = ROOT / "benchmarks" / "results" / "explain_counterfactual.json"
 LAYOUTS = {
     "ddp": {"all_reduce (dp)"},
-    "zero1+accumulation=2": {"all_reduce (dp)", "all_gather (dp)"},
+    "zero1+gradient-accumulation-steps=2": {"all_reduce (dp)", "all_gather (dp)"},
     "zero2": {"all_reduce (dp)", "all_gather (dp)"},
     "zero3": {"all_gather (dp)", "reduce_scatter (dp)", "all_reduce (dp)"},
     "tp2": {"all_reduce (tp)", "all_gather (tp)"},
-    "pp2+accumulation=4": {"send (pp)", "recv (pp)", "all_reduce (pp)"},
+    "pp2+gradient-accumulation-steps=4": {"send (pp)", "recv (pp)", "all_reduce (pp)"},
 }
 SLOW_RANK = "zero1+steps=44+turns=24@rank:1:0.03"
 SLOW_LOADER = "zero1@loader:0.3"
@@ -133,7 +133,7 @@ def test_an_injected_delay_is_the_first_cause(runs, job, kind, parts):
 
 @pytest.mark.full
 def test_measured_memory_agrees_with_the_estimate(runs):
-    for job in ("ddp", "zero1+accumulation=2", "zero3", "tp2"):
+    for job in ("ddp", "zero1+gradient-accumulation-steps=2", "zero3", "tp2"):
         memory = diagnose(runs / job).memory
         for kind in ("parameters", "optimizer"):
             assert memory.measured[kind] == memory.expected[kind], (job, kind)
@@ -141,7 +141,7 @@ def test_measured_memory_agrees_with_the_estimate(runs):
         assert 0.7 < memory.measured["activations"] / memory.expected["activations"] < 2, job
         assert sum(size for size in memory.measured.values() if size) == pytest.approx(memory.peak, rel=1e-6)
     # Only the used part of DeepSpeed's bucket counts: the model's gradients, since the bucket is larger.
-    for job in ("zero1+accumulation=2", "zero2", "zero3"):
+    for job in ("zero1+gradient-accumulation-steps=2", "zero2", "zero3"):
         memory = diagnose(runs / job).memory
         assert memory.measured["buffers"] == pytest.approx(memory.expected["buffers"], rel=0.02), job
 

@@ -93,7 +93,7 @@ RECORD = {
     "stopped": None,
     "model": MODEL,
     "config": {"model": "tiny-gpt2", "steps": 20, "lr": 0.004, "log_every": 10, "optimizer": "adamw"},
-    "sources": {"lr": "command line"},
+    "sources": {"lr": {"origin": "command_line", "detail": ""}},
     "memory": None,
     "summary": {"wall": {"training": 3.0}},
     "environment": {"world_size": 2, "versions": {"torch": "2.6"}, "device": {"type": "cpu"}},

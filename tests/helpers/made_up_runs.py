@@ -19,7 +19,8 @@ def make_run(folder: Path, lines=range(1, 101), tokens=2048, *, planned=100, lr=
             **({"val_loss": 5.1 - 0.02 * step, "val_tokens": 64} if step % 50 == 0 else {})})
     write_json(run_dir.record, {
         "config": {"model": "tiny-gpt2", "steps": planned, "lr": lr, "min_lr": lr / 10, "log_every": 10},
-        "sources": {"model": "default", "steps": "default", "lr": "command line", "min_lr": "a tenth of lr"},
+        "sources": {"model": {"origin": "default"}, "steps": {"origin": "default"},
+                    "lr": {"origin": "command_line"}, "min_lr": {"origin": "tenth", "detail": "lr"}},
         "environment": {"world_size": 2, "versions": {"torch": "2.13.0"}, "device": {"type": "cpu"}},
         "precision": "fp32", "launch": {"typed": ["launch", "-n", "2"], "started": 1000.0}, **record})
     return folder

@@ -14,9 +14,10 @@ from ezpz_llm.launch.failures.differences import (
     stack_in_log,
 )
 from ezpz_llm.launch.failures.kinds import Kind
-from ezpz_llm.launch.failures.run_facts import RunFacts, Stop
+from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.liveness import RankLife
+from ezpz_llm.rundir.stop import Stop
 
 _BY_FAULT_HANDLER = """rank 3 on n2
 process 7: python3 train.py

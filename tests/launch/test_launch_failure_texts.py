@@ -24,7 +24,8 @@ from ezpz_llm.launch.failures.known_failures import FailureText, read_texts, shi
 from ezpz_llm.launch.failures.postmortem import postmortem_of
 from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.failures.timed_pattern import TimedPattern
-from ezpz_llm.rundir import RunDir, update_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import update_record
 
 _ABORTED = "SIGABRT"
 

@@ -20,11 +20,14 @@ from ezpz_llm.launch.failures.classify import classify
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.postmortem import postmortem_of
-from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts, Stop, exit_record, facts_from
+from ezpz_llm.launch.failures.recorded_exit import exit_record, facts_from
+from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
-from ezpz_llm.rundir import RunDir, update_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import read_record, update_record
+from ezpz_llm.rundir.stop import Stop
 
 _GLOO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:9"
 
@@ -426,8 +429,8 @@ def test_the_same_account_from_the_files_alone(tmp_path: Path) -> None:
     run_dir = _run(tmp_path, [_failure(2, 4.0, 7, None, "bad"),
                               _failure(1, 4.0, 143, "SIGTERM", ended_by="SIGTERM")])
     told = postmortem_of(run_dir, facts)
-    record = {**json.loads(run_dir.record.read_text()), "exit": exit_record(told)}
-    again = postmortem_of(run_dir, facts_from(json.loads(json.dumps(record)), 0.0))
+    update_record(run_dir, exit=exit_record(told))
+    again = postmortem_of(run_dir, facts_from(read_record(run_dir), 0.0))
     assert (again.text, again.code, again.kind) == (told.text, told.code, told.kind)
     assert told.code == 7
 

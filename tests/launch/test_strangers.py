@@ -341,7 +341,7 @@ record["exit"]["stopped"] = {"kind": "signal", "text": "it was asked to\\n  try:
 record |= {"environment": {"world_size": 2, "device": {"type": "cpu"}}, "precision": "fp32", "steps": 2,
            "config": {"ds_config": "zero1", "steps": 2, "log_every": 1},
            "model": {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 8},
-           "sources": {"ds_config": "command line"}}
+           "sources": {"ds_config": {"origin": "command_line"}}}
 (run / "run.json").write_text(json.dumps(record))
 (run / "layout.json").write_text(json.dumps({"layout": {"name": "ddp", "engine": "ddp"}, "precision": "fp32",
     "batch": {"global_batch": 8, "micro_batch": 2, "accumulation": 2, "dp_size": 2}}))

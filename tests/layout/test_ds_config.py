@@ -24,8 +24,9 @@ from ezpz_llm.layout import ops
 from ezpz_llm.layout.ds_config import REMOVED, convert, table
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.value_source import COMMAND_LINE, ValueSource
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.layout.value_source import COMMAND_LINE, Origin, ValueSource
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.train import main
 from ezpz_llm.trainer import command
 
@@ -248,12 +249,12 @@ def test_the_loss_scale_changes_as_in_deepspeed(settings: DynamicScale) -> None:
 
 def test_settings_of_the_run_override_deepspeeds_defaults(read) -> None:
     values = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "eps": "auto"}}}
-    resolved = read(values, sources=ValueSource.read_all({"beta2": "recipe of gpt2-124m"}))
+    file = ValueSource(Origin.FILE, "run.yaml")
+    resolved = read(values, sources={"beta2": ValueSource(Origin.RECIPE, "gpt2-124m")})
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01}
     assert "beta1 0.9, beta2 0.999, weight_decay 0.01" in " ".join(resolved.notes)
     assert "torch_adam of the optimizer" in " ".join(resolved.notes)
-    resolved = read(values, sources=ValueSource.read_all({"beta2": "run.yaml", "lr": "run.yaml",
-                                                          "weight_decay": "command line"}))
+    resolved = read(values, sources={"beta2": file, "lr": file, "weight_decay": COMMAND_LINE})
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9}
 
 
@@ -361,8 +362,8 @@ def test_a_users_ds_config_sets_the_run_and_output_goes_to_the_run_directory(tmp
         env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.stdout + process.stderr
     record = read_record(run_dir)
-    assert record["precision"] == "fp32"
-    assert (record["config"]["beta2"], record["config"]["weight_decay"]) == (0.999, 0.01)
+    assert record.precision == "fp32"
+    assert (record.config["beta2"], record.config["weight_decay"]) == (0.999, 0.01)
     rates = [line["lr"] for line in read_lines(run_dir.metrics)]
     assert rates == pytest.approx([0, 0, 0.0005, 0.001, 0.0015, 0.002])
     assert list(run_dir.path.glob("trackers/deepspeed-csv_monitor/curves/*.csv"))

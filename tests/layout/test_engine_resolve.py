@@ -21,7 +21,7 @@ from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import held_parameters
 from ezpz_llm.layout.precision_recipes import GradientDtypes
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.value_source import COMMAND_LINE, Origin, ValueSource
+from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.rundir import RunDir
@@ -209,10 +209,10 @@ def test_a_users_ds_config_is_applied_and_reported(write) -> None:
 
 
 def test_precedence_is_command_line_then_ds_config_then_the_rest(write) -> None:
-    sources = {"clip": "command line", "precision": "run.yaml", "lr": "command line", "eps": "default",
-               "global_batch": "preset small", "micro_batch": "command line"}
+    sources = {"clip": COMMAND_LINE, "precision": ValueSource(Origin.FILE, "run.yaml"), "lr": COMMAND_LINE,
+               "eps": DEFAULT, "global_batch": ValueSource(Origin.PRESET, "small"), "micro_batch": COMMAND_LINE}
     resolved = resolve_user_config(write, clip=2.0, precision="fp32", global_batch=64, micro_batch=8,
-                               sources=ValueSource.read_all(sources))
+                               sources=sources)
     assert (resolved.clip, resolved.sources["clip"]) == (2.0, COMMAND_LINE)
     assert resolved.precision == "bf16"
     assert "lr" not in resolved.adam
@@ -232,9 +232,10 @@ def test_batch_numbers_of_lower_precedence_are_overridden(write) -> None:
 
 
 def test_yaml_overrides_a_preset(write) -> None:
-    sources = {"global_batch": "preset small", "micro_batch": "run.yaml", "accumulation": "run.yaml"}
+    file = ValueSource(Origin.FILE, "run.yaml")
+    sources = {"global_batch": ValueSource(Origin.PRESET, "small"), "micro_batch": file, "accumulation": file}
     resolved = resolve(Request("zero1", world_size=2, global_batch=64, micro_batch=2, accumulation=3,
-                               sources=ValueSource.read_all(sources)))
+                               sources=sources))
     assert resolved.batch == Batch(12, 2, 3, 2)
     assert "global_batch 64 of preset small" in " ".join(resolved.notes)
 
@@ -250,7 +251,7 @@ def test_deepspeed_json_is_what_deepspeed_gets(tmp_path: Path) -> None:
                                 "partition": "parameters", "tiled": [], "offload_optimizer": None,
                                 "offload_param": None, "hpz_partition_size": 1, "shard_within": None}
     assert layout["batch"]["micro_batch"] == 4
-    assert layout["sources"]["micro_batch"] == "follows from global_batch and accumulation"
+    assert layout["sources"]["micro_batch"] == {"origin": "derived", "detail": "global_batch and accumulation"}
     text = resolved.explain()
     assert "zero2" in text
     assert "follows from" in text

@@ -16,6 +16,7 @@ import json, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWork, run_environment
 
@@ -45,7 +46,7 @@ straggler = log.straggler()
 environment = run_environment(me)
 Path(f"{sys.argv[1]}/rank{rank}.json").write_text(json.dumps({
     "collectives": flush_collectives, "straggler": [straggler.rank, straggler.seconds, straggler.median_s],
-    "environment": environment}))
+    "environment": as_plain(environment)}))
 me.close()
 """
 

@@ -17,7 +17,8 @@ from tracker_files import mlflow_curves, tensorboard_curves, wandb_curves
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.observe import trackers
 from ezpz_llm.observe.trackers import Choice, Tracking, parse_trackers
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 
 NEEDS = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
 INSTALLED = [name for name, packages in NEEDS.items() if all(map(find_spec, packages))]
@@ -63,11 +64,11 @@ def test_every_tracker_has_the_numbers_and_writes_only_to_the_run_directory(tmp_
     run_dir, listener, track = RunDir(tmp_path / "run"), Listener(), ["--track", ",".join(INSTALLED)]
     first = train(run_dir.path, tmp_path / "home", listener, "--steps", "10", "--save-every", "5", *track)
     assert first.returncode == 0, first.stdout + first.stderr
-    named = read_record(run_dir)["trackers"]
+    named = read_record(run_dir).trackers
     from_the_fifth = ["--resume", str(run_dir.path / "checkpoints" / "step-00000005"), "--save-every", "-1"]
     again = train(run_dir.path, tmp_path / "home", listener, "--steps", "15", *from_the_fifth, *track)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert read_record(run_dir)["trackers"] == named, "the second attempt continues the same run of each tracker"
+    assert read_record(run_dir).trackers == named, "the second attempt continues the same run of each tracker"
 
     written = {}
     for line in read_lines(run_dir.metrics):

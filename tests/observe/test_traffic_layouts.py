@@ -24,8 +24,8 @@ PAGE = ROOT / "benchmarks/results/traffic.md"
 RESULT = ROOT / "benchmarks/results/layout_links.json"
 RATES = ("1gbit", "200mbit")
 # Little computation per byte sent, and buffers far larger than the bursts that a shaped link allows.
-FLAT = "n-layer=2+n-embd=384+block-size=32+micro-batch=1+accumulation=1+precision=fp32"
-WIDE = "n-layer=2+n-embd=64+block-size=64+accumulation=1+precision=fp32+micro-batch="
+FLAT = "n-layer=2+n-embd=384+block-size=32+micro-batch-size=1+gradient-accumulation-steps=1+precision=fp32"
+WIDE = "n-layer=2+n-embd=64+block-size=64+gradient-accumulation-steps=1+precision=fp32+micro-batch-size="
 JOBS = {name: f"{name}+{FLAT}" for name in ("ddp", "zero1", "zero2", "zero3")} | {
     "tp2": f"tp2+{WIDE}128", "pp2": f"pp2+{WIDE}1024"}
 

@@ -18,7 +18,8 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.option_parsing import remove_options, value_of
-from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
+from ezpz_llm.rundir import RunDir, append_line, write_json
+from ezpz_llm.rundir.records import update_record
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.measurement import measure, untraced_steps
 from ezpz_llm.scaling.options import parse
@@ -277,7 +278,7 @@ def test_impossible_mfu_is_an_error(mfus: tuple[float | None, ...], mfu: float |
     update_record(run_dir, exit={"code": 0, "cause": ""}, model={"block_size": 8},
                   memory={"host_peak": 1, "peak": 1}, environment={"device": {"type": "cpu"}},
                   launch={"hosts": ["a"], "ranks_per_host": [1]})
-    write_json(run_dir.layout, {"batch": {"global_batch": 4, "micro_batch": 4, "accumulation": 1}})
+    write_json(run_dir.layout, {"batch": {"global_batch": 4, "micro_batch": 4, "accumulation": 1, "dp_size": 1}})
     for step, value in enumerate((mfus[0], *mfus, mfus[0]), 1):
         append_line(run_dir.metrics, {"step": step, "step_time_s": 0.1, "loss": 5 - step / 10,
                                       **({} if value is None else {"mfu": value})})

@@ -19,7 +19,8 @@ from slowness import scaled
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.test_dist.options import check, parser
 from ezpz_llm.test_dist.reductions import ACROSS, MAX_PAIRS, SAME, measure_reductions, pair_up
 
@@ -107,23 +108,23 @@ def test_files_of_two_ranks(launched):
     printed = [line["loss"] for line in iterations(text)]
     assert [line["loss"] for line in written] == pytest.approx(printed, abs=1e-5)
     record = read_record(launched)
-    assert record["launch"]["world_size"] == 2
-    assert record["exit"]["code"] == 0
-    result = record["test_dist"]
-    assert (result["fit"], result["findings"]) == (True, [])
+    assert record.launch.world_size == 2
+    assert record.exit.code == 0
+    result = record.test_dist
+    assert (result.fit, result.findings) == (True, [])
     assert "test_dist: fit (sums, weights, and loss of 2 ranks)" in text
-    assert [reduction["kind"] for reduction in result["reductions"]] == ["all ranks"] * 3 + ["same node"] * 3
-    assert [reduction["bytes"] for reduction in result["reductions"]] == [2**12, 2**22, 2**24] * 2
-    for reduction in result["reductions"]:
+    assert [reduction["kind"] for reduction in result.reductions] == ["all ranks"] * 3 + ["same node"] * 3
+    assert [reduction["bytes"] for reduction in result.reductions] == [2**12, 2**22, 2**24] * 2
+    for reduction in result.reductions:
         rate = reduction["algorithm_gigabytes_per_second"]
         assert reduction["wrong_ranks"] == []
         assert rate == pytest.approx(reduction["bytes"] / reduction["seconds"] / 1e9)
         assert reduction["bus_gigabytes_per_second"] == pytest.approx(rate)  # for groups of two
-    assert set(result["spread"]) == {"sps", "dt", "dtf", "dtb"}
-    assert record["config"] == {"ds_config": "ddp", "steps": 35, "seed": 0, "device": "auto", "batch": {
+    assert set(result.spread) == {"sps", "dt", "dtf", "dtb"}
+    assert record.config == {"ds_config": "ddp", "steps": 35, "seed": 0, "device": "auto", "batch": {
         "global_batch": 128, "micro_batch": 64, "accumulation": 1, "dp_size": 2}}
-    assert record["environment"]["versions"]["torch"]
-    assert record["import_seconds"]["torch"] > 0
+    assert record.environment.versions["torch"]
+    assert record.import_seconds["torch"] > 0
 
 
 @pytest.mark.full
@@ -132,8 +133,8 @@ def test_deepspeed_under_torchrun_gives_the_same_losses(launched, tmp_path):
                  "--steps", "12", "--ds-config", "zero3", "--run-dir", "out", folder=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     record = read_record(RunDir(tmp_path / "out"))
-    assert record["environment"]["rank_source"] == "torchrun (RANK)"
-    assert record["import_seconds"].keys() == {"torch", "deepspeed"}
+    assert record.environment.rank_source == "torchrun (RANK)"
+    assert record.import_seconds.keys() == {"torch", "deepspeed"}
     assert json.loads((tmp_path / "out/layout.json").read_text())["layout"]["name"] == "zero3"
     ddp = [line["loss"] for line in read_lines(launched.metrics)][:12]
     assert [line["loss"] for line in iterations(result.stdout)] == pytest.approx(ddp, abs=2e-5)
@@ -157,7 +158,7 @@ def test_one_process_skips_all_reduces(launched, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "all-reduce: one rank, nothing to test" in result.stdout
     assert f"[cpu][rank=0/0][0][{socket.gethostname()}]" in result.stdout
-    assert read_record(RunDir(tmp_path / "out"))["test_dist"]["reductions"] == []
+    assert read_record(RunDir(tmp_path / "out")).test_dist.reductions == []
     lines = iterations(result.stdout)
     assert [line["sps"] * line["dt"] / 1e3 for line in lines] == pytest.approx([16] * 30, rel=0.05)
     first_of_seed_0 = next(iter(read_lines(launched.metrics)))["loss"]
@@ -197,7 +198,7 @@ def test_ranks_of_two_hostnames_are_paired_across_nodes(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "[rank=2/2][2][elsewhere]" in result.stdout
     record = read_record(RunDir(tmp_path / "out"))
-    by_kind = {reduction["kind"]: reduction for reduction in record["test_dist"]["reductions"]}
+    by_kind = {reduction["kind"]: reduction for reduction in record.test_dist.reductions}
     assert set(by_kind) == {"all ranks", "same node", "across nodes"}
     assert by_kind["same node"]["slowest"] == [0, 1]
     assert by_kind["across nodes"]["slowest"] == [0, 2]
@@ -217,9 +218,9 @@ def test_wrong_sums_or_weights_fail_the_run(tmp_path):
     assert log.count("WRONG on ranks 1") == 6  # three sizes of two kinds
     assert "bad   weights: rank 1 has different weights than rank 0: losses of " in log
     assert "test_dist: unfit: 2 problems (" in log
-    record = read_record(RunDir(tmp_path / "out"))["test_dist"]
-    assert record["fit"] is False
-    assert [finding["topic"] for finding in record["findings"]] == ["sums", "weights"]
+    record = read_record(RunDir(tmp_path / "out")).test_dist
+    assert record.fit is False
+    assert [finding.topic for finding in record.findings] == ["sums", "weights"]
 
 
 @pytest.mark.full

@@ -20,7 +20,8 @@ from ezpz_llm.launch.node.messages import StopOrder, order_stop
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.observe import WallClock
 from ezpz_llm.report.runs import load_runs
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.early_end import SIGNALS, Agreed, EarlyEnd
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
@@ -35,7 +36,7 @@ def start(run_dir: Path, **env: str) -> subprocess.Popen[str]:
 
 def rank_process(run_dir: Path, rank: int) -> int:
     """Return the PID of the training process of `rank`, not of its shim."""
-    marker = read_record(RunDir(run_dir))["launch"]["env"]["EZPZ_LLM_RUN_ID"].encode()
+    marker = read_record(RunDir(run_dir)).launch.env["EZPZ_LLM_RUN_ID"].encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environ = (folder / "environ").read_bytes().split(b"\0")
@@ -50,11 +51,11 @@ def rank_process(run_dir: Path, rank: int) -> int:
 
 def check_stopped(run_dir: Path, out: str, reason: str) -> None:
     record = read_record(RunDir(run_dir))
-    step = record["steps"]
+    step = record.steps
     assert 0 < step < 100000
-    assert record["exit"]["code"] == 0
-    assert reason in record["stopped"]
-    assert f"stopped after step {step} of 100000: {record['stopped']}" in out
+    assert record.exit.code == 0
+    assert reason in record.stopped
+    assert f"stopped after step {step} of 100000: {record.stopped}" in out
     assert f"--resume {run_dir}" in out
     assert [line["step"] for line in read_lines(RunDir(run_dir).metrics)] == list(range(1, step + 1))
     assert complete_checkpoints(run_dir / "checkpoints")[-1].name == f"step-{step:08d}"
@@ -91,10 +92,10 @@ def test_ctrl_c_prints_a_reply_at_once_and_is_reported_as_an_interrupt(tmp_path:
     answer = "launch: SIGINT: saving and stopping after this step (within 10 s); press ^C again to stop now"
     assert answer in err
     record = read_record(RunDir(run_dir))
-    assert record["stopped"] == "interrupted by Ctrl-C (SIGINT)"
-    assert f"stopped after step {record['steps']} of 100000: {record['stopped']}" in out
+    assert record.stopped == "interrupted by Ctrl-C (SIGINT)"
+    assert f"stopped after step {record.steps} of 100000: {record.stopped}" in out
     assert "over step" not in out, "the charts are in plots/"
-    assert load_runs([run_dir])[0].state.startswith(f"stopped after step {record['steps']} of 100000: interrupted")
+    assert load_runs([run_dir])[0].state.startswith(f"stopped after step {record.steps} of 100000: interrupted")
 
 
 @pytest.mark.full

@@ -23,7 +23,8 @@ from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.report.runs import load_runs
-from ezpz_llm.rundir import RunDir, read_lines, read_record, update_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record, update_record
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 from ezpz_llm.trainer.options import parse
@@ -175,7 +176,7 @@ def test_a_few_bad_steps_are_skipped_and_the_run_continues(alone, tmp_path):
                 for step in (5, 6)]
     assert [line for line in done.out.splitlines(keepends=True) if "skipped and" in line] == warnings
     assert "skipped steps   2 (no parameter update)\n" in done.out
-    assert read_record(RunDir(tmp_path / "run"))["summary"]["skipped_steps"] == 2
+    assert read_record(RunDir(tmp_path / "run")).summary.skipped_steps == 2
     [run_] = load_runs([tmp_path / "run"])
     assert "2 steps were skipped and changed nothing, first step 5" in run_.notes
     assert complete_checkpoints(RunDir(tmp_path / "run").checkpoints)[-1].name == "step-00000012"
@@ -190,7 +191,7 @@ def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(tmp_
     assert "Traceback" not in done.err
     assert "--resume" not in done.out.split("run directory")[-1]
     record = read_record(RunDir(tmp_path / "run"))
-    assert record["steps"] == 12
+    assert record.steps == 12
     folders = complete_checkpoints(RunDir(tmp_path / "run").checkpoints)
     assert [folder.name for folder in folders] == ["step-00000003", "step-00000006"]
 
@@ -212,13 +213,13 @@ def test_ranks_roll_back_together_and_continue_with_other_samples(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert all(line["loss"] is not None and "skipped" not in line for line in lines)
     assert lines[-1]["loss"] < lines[3]["loss"]
-    assert [(entry["from_step"], entry["to_step"], entry["samples_passed_over"])
-            for entry in record["rollbacks"]] == [
+    assert [(entry.from_step, entry.to_step, entry.samples_passed_over)
+            for entry in record.rollbacks] == [
         (10, 4, 24)]
     calm = job(tmp_path / "calm", *options, "--steps", "20", ranks=2)
     assert calm.code == 0, str(calm)
-    assert (record["samples_consumed"], record["sample_hash"]) == (
-        80, read_record(RunDir(tmp_path / "calm"))["sample_hash"])
+    assert (record.samples_consumed, record.sample_hash) == (
+        80, read_record(RunDir(tmp_path / "calm")).sample_hash)
 
 
 @pytest.mark.full
@@ -266,8 +267,8 @@ def test_a_start_up_is_reported_once_and_excludes_an_earlier_launch(alone, tmp_p
     assert done.code == 0, str(done)
     assert "rolled back from step 7 to the checkpoint of step 4" in done.err
     assert done.out.count("start-up ") == 1
-    startup = read_record(RunDir(tmp_path / "run"))["startup"]
-    assert "launching" not in startup["seconds"]
+    startup = read_record(RunDir(tmp_path / "run")).startup
+    assert "launching" not in startup.seconds
 
 
 def test_rollbacks_that_do_not_help_end_the_run(alone, tmp_path):

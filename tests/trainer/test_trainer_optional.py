@@ -15,7 +15,8 @@ from slowness import scaled
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.evaluate import hellaswag
 from ezpz_llm.observe.profile import PythonProfile
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer import run_result, step_end
 from ezpz_llm.trainer.callbacks import text_samples
 from ezpz_llm.trainer.callbacks.memory_watch import MemoryWatch
@@ -78,7 +79,7 @@ def test_failing_optional_work_does_not_end_a_run(tmp_path: Path, monkeypatch: p
     assert "training loss" in shown.out, "the summary"
     assert checkpoints(tmp_path / "run") == ["step-00000004"]
     record = read_record(RunDir(tmp_path / "run"))
-    assert (record["steps"], record["memory"], record["summary"]["steps"]) == (4, None, 4)
+    assert (record.steps, record.memory, record.summary.steps) == (4, None, 4)
 
 
 def test_a_run_without_matplotlib_has_no_page_and_says_what_to_install(

@@ -18,6 +18,7 @@ from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.precheck import CheckReport
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
+from ezpz_llm.rundir.value_source_record import Source
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig
 from ezpz_llm.trainer.options import build_parser, dump, parse
 from ezpz_llm.trainer.plan import RANGES, check_run, plan_run
@@ -259,13 +260,18 @@ def test_a_check_prints_its_result_as_one_json_object(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("origin", Origin)
 def test_a_source_survives_a_round_trip(origin: Origin) -> None:
-    source = ValueSource(origin, "a/b" if "{}" in origin.value else "")
-    assert ValueSource.read(str(source)) == source
+    source = ValueSource(origin, "a/b", 10)
+    assert ValueSource.from_record(source.as_record()) == source
+
+
+def test_sources_of_other_versions_are_kept_as_text() -> None:
+    assert str(ValueSource.from_record("preset small")) == "preset small"
+    assert ValueSource.from_record(Source("later", "of x")) == ValueSource(Origin.FILE, "of x")
 
 
 def test_command_line_values_are_typed_after_any_number_of_resumes() -> None:
-    once = ValueSource.read(str(ValueSource.of_run("runs/a", COMMAND_LINE)))
-    twice = ValueSource.read(str(ValueSource.of_run("runs/a", once)))
+    once = ValueSource.from_record(ValueSource.of_run("runs/a", COMMAND_LINE).as_record())
+    twice = ValueSource.from_record(ValueSource.of_run("runs/a", once).as_record())
     assert once.is_typed
     assert twice.is_typed
     assert not ValueSource.of_run("runs/a", DEFAULT).is_typed

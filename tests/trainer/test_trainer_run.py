@@ -21,7 +21,9 @@ from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.layout import ds_config
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
+from ezpz_llm.rundir.value_source_record import Source
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_state, plan_run
 
@@ -71,19 +73,19 @@ def test_every_step_has_one_line_with_the_documented_members(finished):
 def test_the_record_contains_settings_and_results(finished):
     run_dir, _ = finished
     record = read_record(RunDir(run_dir))
-    assert record["launch"]["world_size"] == 2
-    assert record["exit"]["code"] == 0
-    assert record["config"]["steps"] == 20
-    assert record["sources"]["steps"] == "command line"
-    assert 3.0 < record["unigram_entropy"] < 3.5
-    assert record["val_loss"] == list(read_lines(RunDir(run_dir).metrics))[-1]["val_loss"]
-    assert record["samples_consumed"] == 20 * 8
-    assert sum(record["summary"]["phase_share"].values()) == pytest.approx(1.0)
-    assert record["flops_per_token"]["is_proven"]
-    assert record["peak"] is None, "a CPU has no stated peak"
-    assert (record["summary"]["mfu"], record["summary"]["mfu_causal"]) == (None, None)
-    assert record["ceiling"]["flops"] >= record["ceiling"]["slowest_flops"] > 1e8
-    assert record["summary"]["ceiling_share"] > 0
+    assert record.launch.world_size == 2
+    assert record.exit.code == 0
+    assert record.config["steps"] == 20
+    assert record.sources["steps"] == Source("command_line")
+    assert 3.0 < record.unigram_entropy < 3.5
+    assert record.val_loss == list(read_lines(RunDir(run_dir).metrics))[-1]["val_loss"]
+    assert record.samples_consumed == 20 * 8
+    assert sum(record.summary.phase_share.values()) == pytest.approx(1.0)
+    assert record.flops_per_token["is_proven"]
+    assert record.peak is None, "a CPU has no stated peak"
+    assert (record.summary.mfu, record.summary.mfu_causal) == (None, None)
+    assert record.ceiling["flops"] >= record.ceiling["slowest_flops"] > 1e8
+    assert record.summary.ceiling_share > 0
     assert json.loads((run_dir / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 1
     assert json.loads((run_dir / "layout.json").read_text())["layout"]["name"] == "zero1"
 
@@ -128,8 +130,8 @@ def test_ten_steps_and_ten_after_a_resume_are_twenty_steps(layout, finished, tmp
     assert "resuming after step 4" in done.stdout
     assert losses(resumed) == losses(whole)[4:]
     records = [read_record(RunDir(run_dir)) for run_dir in (whole, resumed)]
-    assert records[0]["sample_hash"] == records[1]["sample_hash"]
-    assert records[0]["val_loss"] == records[1]["val_loss"]
+    assert records[0].sample_hash == records[1].sample_hash
+    assert records[0].val_loss == records[1].val_loss
 
 
 ALSO = ["fsdp2", "pp2_tp2", "sp2", "tiled"]
@@ -148,7 +150,7 @@ def test_every_layout_trains_validates_samples_saves_and_plots(layout, finished,
     training = losses(run_dir)
     assert len(training) == 10
     assert training[-1] < training[0] - 0.2
-    assert read_record(RunDir(run_dir))["val_loss"] < training[0] - 0.2
+    assert read_record(RunDir(run_dir)).val_loss < training[0] - 0.2
     assert "sample after step 10" in done.stdout
     assert len(complete_checkpoints(RunDir(run_dir).checkpoints)) == 1
     assert {path.name for path in RunDir(run_dir).plots.iterdir()} == {
@@ -170,8 +172,8 @@ def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
         assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], abs=1e-5)
         assert [line["grad_norm"] for line in lines] == pytest.approx([line["grad_norm"] for line in expected],
                                                                       rel=1e-4)
-        assert other["sample_hash"] == record["sample_hash"]
-        assert other["val_loss"] == pytest.approx(record["val_loss"], abs=1e-4)
+        assert other.sample_hash == record.sample_hash
+        assert other.val_loss == pytest.approx(record.val_loss, abs=1e-4)
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -309,5 +311,5 @@ def test_the_memory_table_shows_hpzs_second_copy_as_estimated(precision, tmp_pat
                  "--precision", precision, run_dir=tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "second copy of parameters (hpZ)" in done.stdout
-    memory = read_record(RunDir(tmp_path / "run"))["memory"]
-    assert memory["measured"]["secondary"] == pytest.approx(memory["expected"]["secondary"], rel=0.01)
+    memory = read_record(RunDir(tmp_path / "run")).memory
+    assert memory.measured["secondary"] == pytest.approx(memory.expected["secondary"], rel=0.01)

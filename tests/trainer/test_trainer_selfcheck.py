@@ -17,7 +17,8 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT, MLP
 from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
 from ezpz_llm.model.loss import configure_head
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer import run as run_module
 from ezpz_llm.trainer.callbacks import selfcheck
 from ezpz_llm.trainer.callbacks.selfcheck import SelfChecks, check_reached, check_stepped, first_loss
@@ -41,14 +42,14 @@ def test_a_model_overfits_one_batch(tmp_path, capsys):
     lines = list(read_lines(RunDir(tmp_path / "run").metrics))
     assert lines[-1]["loss"] < 1
     record = read_record(RunDir(tmp_path / "run"))
-    assert record["samples_consumed"] == 0
+    assert record.samples_consumed == 0
     out = capsys.readouterr().out
     assert "the optimizer steps all 122,624 parameters: 10 tensors / 120,832 with weight decay 0.1, 18 " in out
     assert "first loss 5." in out
     assert "warning" not in out.split("checks")[1].split("\n\n")[0]
-    assert record["memory"]["measured"]["parameters"] == record["memory"]["expected"]["parameters"] == 4 * 122_624
-    assert record["memory"]["measured"]["gradients"] == 4 * 122_624
-    assert record["memory"]["measured"]["optimizer"] == pytest.approx(8 * 122_624, rel=1e-2)  # plus step counters
+    assert record.memory.measured["parameters"] == record.memory.expected["parameters"] == 4 * 122_624
+    assert record.memory.measured["gradients"] == 4 * 122_624
+    assert record.memory.measured["optimizer"] == pytest.approx(8 * 122_624, rel=1e-2)  # plus step counters
     assert "Memory in MB" in out
 
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ezpz_llm.base import UserError, is_own, system_text
 from ezpz_llm.launch.failures.advice import find_advice, resume_command
@@ -23,13 +22,15 @@ from ezpz_llm.launch.failures.known_failures import (
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.log_text import cut_lines
 from ezpz_llm.launch.failures.postmortem_text import Content, as_details, as_text, cause_line
-from ezpz_llm.launch.failures.run_facts import Failure, Postmortem, Raised, RunFacts, Stop, read_failures
+from ezpz_llm.launch.failures.run_facts import Failure, Postmortem, Raised, RunFacts, read_failures
 from ezpz_llm.launch.failures.tracebacks import last_exception, last_output_lines
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE, RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir, read_own_record, read_record
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import Launch, RunRecord, read_own_record, read_record
+from ezpz_llm.rundir.stop import Stop
 
 _TAIL_BYTES = 1 << 17
 _TAIL_LINES = 20
@@ -48,10 +49,10 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
         env: the variables that launch passed to the ranks, if launch is the caller; by default those in run.json.
     """
     own_launch = _launch_record(run_dir, read_own_record)
-    launch = (_launch_record(run_dir, read_record) if own_launch is None else own_launch) or {}
-    run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE, "")
+    launch = (_launch_record(run_dir, read_record) if own_launch is None else own_launch) or Launch()
+    run_id = (launch.env or {}).get(RUN_ID_VARIABLE, "")
     nodes = read_reports(run_dir, run_id)
-    started = launch.get("started", 0.0)
+    started = launch.started or 0.0
     # If the clock was set back, modification times cannot be compared with the start.
     since = started - _CLOCK_SLACK_S if facts.ended >= started else 0.0
     world = range(facts.world_size)
@@ -69,20 +70,20 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     log_tails = {rank: tail_text(run_dir.rank_log(rank), since) for rank in unrecorded[:_LOGS_READ]}
     messages = tail_text(run_dir.launcher_log, since) + _abort_messages(log_tails.values())
     is_own_record = own_launch is not None
-    texts, notes = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, is_own_record)
+    texts, notes = _texts(env) if env is not None else _recorded_texts(launch.env or {}, is_own_record)
     evidence = Evidence(failures, tuple(read_matches(messages)), facts, absent, _exceptions_in_logs(log_tails),
                         _silent_nodes(nodes, facts), _ended_early(reports, facts), texts,
                         _stacks(run_dir, facts.stopped, since))
     verdict = find_root_cause(evidence)
     if verdict is None or _all_succeeded(facts, reports, failures):
         return Postmortem(facts, 0, "all ranks succeeded")
-    typed = None if own_launch is None else own_launch.get("typed") or ()
+    typed = None if own_launch is None else own_launch.typed or ()
     content = Content(run_dir, evidence, verdict, reports, *_last_lines(run_dir, verdict),
                       find_advice(verdict, evidence, run_dir, typed), resume_command(run_dir, typed))
     notes += slow_pattern_notes(texts)
     # Another user's run must not suggest files to remove.
     output = [line for failure in failures for line in failure.tail] if is_own_record else []
-    locks = find_locks((own_launch or {}).get("env") or {}, output)
+    locks = find_locks((own_launch or Launch()).env or {}, output)
     notes += [f"  {lock}" for lock in locks if lock.worker is None]
     notes += [f"  could not be killed, still running on {node.host}: processes {', '.join(map(str, node.left))}"
               for node in nodes if node.left]
@@ -148,11 +149,11 @@ def _records_from_reports(reports: Mapping[int, RankReport], facts: RunFacts, st
                   key=lambda failure: failure.ended)
 
 
-def _launch_record(run_dir: RunDir, read: Callable[[RunDir], dict[str, Any] | None]) -> Mapping[str, Any] | None:
+def _launch_record(run_dir: RunDir, read: Callable[[RunDir], RunRecord | None]) -> Launch | None:
     # The program may have overwritten run.json; explain the run's end nevertheless.
     with contextlib.suppress(UserError):
         record = read(run_dir)
-        return None if record is None else record.get("launch") or {}
+        return None if record is None else record.launch or Launch()
     return None
 
 

@@ -1,33 +1,17 @@
-"""Records of failed ranks (errors/), facts about a run's end, and the post-mortem built from them."""
+"""Records of failed ranks (errors/), facts about a run's end, and the post-mortem built from them.
+
+The shims import this module, so it must not import `ezpz_llm.rundir.records`; `recorded_exit` does.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from ezpz_llm.base import Epoch, UserError, as_dataclass, epoch, read_records
-from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
+from ezpz_llm.base import Epoch, read_records
 from ezpz_llm.rundir import RunDir
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Reason why launch ended a run.
-
-    Attributes:
-        kind: "signal" (launch received `signal`), "idle" (no sign of life), "rank" (a rank failed and its peers
-            continued), "refused" (the launcher reported that it cannot start a rank) or "late" (a rank did not
-            start in time).
-        text: the reason in one line.
-        ranks: the ranks that gave no sign of life.
-    """
-
-    kind: str
-    text: str
-    signal: str | None = None
-    ranks: tuple[int, ...] = ()
+from ezpz_llm.rundir.stop import Stop
 
 
 @dataclass(frozen=True)
@@ -77,54 +61,6 @@ class Postmortem:
     details: Mapping[str, object] = field(default_factory=dict)
     brief: str = ""
     lines_of: int | None = None
-
-
-def exit_record(postmortem: Postmortem) -> dict[str, object]:
-    """Return the `exit` entry of run.json, from which the post-mortem can be rebuilt."""
-    facts = postmortem.facts
-    failed, ended = (None if ranks is None else sorted(ranks)
-                     for ranks in (facts.failed_before_stop, facts.ended_before_stop))
-    return {
-        "code": postmortem.code, "cause": postmortem.cause, "kind": postmortem.kind, "rank": postmortem.rank,
-        "ended": facts.ended, "launcher_status": facts.launcher_status,
-        "stopped": None if facts.stopped is None else asdict(facts.stopped), "failed_before_stop": failed,
-        "ended_before_stop": ended,
-    }
-
-
-NOT_STARTED = "not_started"
-
-
-def not_started_record(code: int, cause: str, ended: float) -> dict[str, object]:
-    """Return the `exit` entry of run.json for a run that launch did not start."""
-    return {"code": code, "cause": cause, "kind": NOT_STARTED, "rank": None, "ended": ended}
-
-
-def facts_from(record: Mapping[str, Any], last_sign: float) -> RunFacts:
-    """Read the facts from run.json.
-
-    If launch was killed before it recorded the exit, the run's end is `last_sign`, its last sign of life.
-
-    Raises:
-        UserError: the numbers of ranks and nodes contradict each other.
-    """
-    launch, exit_entry = record["launch"], record.get("exit") or {}
-    hosts, counts = launch["hosts"], launch["ranks_per_host"]
-    if len(hosts) != len(counts) or sum(counts) != launch["world_size"]:
-        raise UserError(f"run.json has world_size {launch['world_size']}, but {sum(counts)} ranks on {len(hosts)}"
-                        " nodes")
-    stopped = exit_entry.get("stopped")
-    failed, succeeded = (None if exit_entry.get(name) is None else frozenset(exit_entry[name])
-                    for name in ("failed_before_stop", "ended_before_stop"))
-    ends_at = launch["env"].get(ENDS_AT_VARIABLE)
-    return RunFacts(
-        world_size=launch["world_size"],
-        hosts=tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count)),
-        launcher=launch["launcher"], launcher_status=exit_entry.get("launcher_status"),
-        ended=exit_entry.get("ended", last_sign),
-        stopped=None if stopped is None else as_dataclass(Stop, stopped, "run.json"),
-        failed_before_stop=failed, ended_before_stop=succeeded,
-        ends_at=epoch(ends_at.partition(".")[0]) if ends_at else None)
 
 
 @dataclass(frozen=True)

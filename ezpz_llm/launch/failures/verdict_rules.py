@@ -19,10 +19,11 @@ from ezpz_llm.launch.failures.differences import Frame, find_blocking_ranks, las
 from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.known_failures import FailureText, fill_advice, find_text, shipped_texts
 from ezpz_llm.launch.failures.log_patterns import LogMatch
-from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts, Stop
+from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames, is_same_node
 from ezpz_llm.launch.liveness import UNUSUAL_STATES
+from ezpz_llm.rundir.stop import Stop
 
 _NEAR_LIMIT_S = 60.0
 """Slurm checks time limits every 30 s and rounds them to minutes; PBS enforces them late rather than early."""

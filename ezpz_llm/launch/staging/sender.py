@@ -22,7 +22,7 @@ from ezpz_llm.launch.staging.image import MOUNT, UNMOUNT, make_images
 from ezpz_llm.launch.staging.receiver import folder_of_copy
 from ezpz_llm.launch.staging.relocation import path_replacer
 from ezpz_llm.launch.supervision import INTERRUPTED, run
-from ezpz_llm.rundir import update_record
+from ezpz_llm.rundir.records import Archive as ArchiveRecord, Staging, update_record
 
 _LIMIT_S = 1800.0
 """Time limit for copying."""
@@ -58,9 +58,10 @@ def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]
             _send(plan, options, archives, folder)
         seconds = time.monotonic() - began
         print(f"staged     in {seconds:.1f} s", file=sys.stderr, flush=True)
-        update_record(plan.run_dir, staging={
-            "folder": str(folder), "way": method, "seconds": round(seconds, 3), "archives": [
-                {**vars(archive), "path": str(archive.path)} for archive in archives]})
+        update_record(plan.run_dir, staging=Staging(
+            folder=str(folder), way=method, seconds=round(seconds, 3), archives=[
+                ArchiveRecord(path=str(archive.path), files=archive.files, bytes=archive.bytes,
+                              is_new=archive.is_new) for archive in archives]))
         relocated_plan = _relocate(plan, roots, folder, env)
         if method == "squashfs":
             relocated_plan = _with_mount(relocated_plan, folder, _image_paths(archives))

@@ -16,8 +16,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from ezpz_llm.base import UserError, unknown_name_error
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.observe.trackers.tracker import Row, Tracker, TrackerArguments, flatten_settings
-from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
+from ezpz_llm.rundir import RunDir, SideFiles
+from ezpz_llm.rundir.layout_record import read_layout_record
+from ezpz_llm.rundir.records import TrackerRun, read_record
 
 _CLOSE_WITHIN_S = 60.0
 """Maximum time in seconds to wait for the trackers when the run ends."""
@@ -53,17 +56,18 @@ class Tracking:
         if not self._choices:
             return
         record = read_record(run_dir)
-        earlier = record.get("trackers", {}) if first_step else {}
-        settings = {name: record[name] for name in _SETTINGS if name in record}
-        if layout := read_layout(run_dir.layout):
-            settings["layout"] = layout
+        earlier = record.trackers if first_step else {}
+        settings = {name: as_plain(value) for name in _SETTINGS if (value := getattr(record, name)) is not None}
+        if layout := read_layout_record(run_dir):
+            settings["layout"] = as_plain(layout)
         for choice in self._choices:
+            run_id = earlier[choice.name].run_id if choice.name in earlier else None
             arguments = TrackerArguments(run_dir.tracker(choice.name), run_dir.path.name, settings, first_step,
-                                       earlier.get(choice.name, {}).get("run_id"), choice.online)
+                                         run_id, choice.online)
             self._open[choice.name] = _open_tracker(choice, arguments)
         (side or SideFiles()).update_record(run_dir, trackers={
-            choice.name: {"online": choice.online, "run_id": self._open[choice.name].run_id,
-                          "folder": str(run_dir.tracker(choice.name))} for choice in self._choices})
+            choice.name: TrackerRun(online=choice.online, run_id=self._open[choice.name].run_id,
+                                    folder=str(run_dir.tracker(choice.name))) for choice in self._choices})
         self._thread.start()
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:

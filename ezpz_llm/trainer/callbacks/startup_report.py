@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -17,7 +16,7 @@ from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.observe import WallClock, terminal_width
 from ezpz_llm.observe.throughput import format_duration
-from ezpz_llm.rundir import read_record
+from ezpz_llm.rundir.records import Launch, Startup, read_record
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.first_screen import expected_end
 from ezpz_llm.trainer.plan import RunPlan
@@ -51,14 +50,13 @@ class StartupReport(Callback):
         launched_at = None
         if RUN_ID_VARIABLE in os.environ:  # otherwise the record may be from an earlier launch
             with contextlib.suppress(UserError):  # an unreadable record
-                record: dict[str, Any] = read_record(context.dist.run_dir).get("launch", {})
-                launched_at = record.get("started")
+                launched_at = (read_record(context.dist.run_dir).launch or Launch()).started
         seconds = durations(self._clock.marks, _process_start_time(), launched_at)
         if self._plan.config.compile:
             seconds["compiling"] = seconds_compiling()
             seconds["first step"] -= seconds["compiling"]
         total = sum(seconds.values())
-        context.dist.side.update_record(context.dist.run_dir, startup={"seconds": seconds, "total_s": total})
+        context.dist.side.update_record(context.dist.run_dir, startup=Startup(seconds=seconds, total_s=total))
         if not self._plan.verbose:
             text = f"the first step finished {format_duration(total)} after the ranks were started"
             context.print(align_rows([("start-up", text)], terminal_width()).removesuffix("\n"))
