@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from msgspec import Struct
 
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.shell_commands import to_typable_text
+from ezpz_llm.rundir.records import Finding
 
 Level = Literal["bad", "warn", "ok"]
+"""Level of a finding. A command fails if a finding has the level `bad`."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Result of a check, and its remedy. A command fails if a finding has the level `bad`."""
+class DoctorReport(Struct, frozen=True):
+    """Output of `doctor --json`."""
 
-    level: Level
-    topic: str
-    found: str
-    instead: str = ""
+    fit: bool
+    findings: list[Finding]
 
 
 def first_problem(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
@@ -46,8 +46,3 @@ def verdict(command: str, findings: Sequence[Finding], scope: str) -> str:
     result = "fit" if is_fit(findings) else f"unfit: {count_noun(levels.count('bad'), 'problem')}"
     warnings = f", {count_noun(levels.count('warn'), 'warning')}" if "warn" in levels else ""
     return f"{command}: {result}{warnings} ({scope})"
-
-
-def as_record(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the findings and the verdict for a JSON file."""
-    return {"fit": is_fit(findings), "findings": [asdict(finding) for finding in findings]}

@@ -256,7 +256,7 @@ class Staging(Struct, frozen=True):
 
 
 class Finding(Struct, frozen=True):
-    """Member of `findings`; see `ezpz_llm.check.findings.Finding`."""
+    """Result of a check, and its remedy; `level` is bad, warn or ok. A command fails if it has a bad finding."""
 
     level: str
     topic: str

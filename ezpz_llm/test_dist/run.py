@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.base import count_noun
-from ezpz_llm.check.findings import Finding, findings_text, is_fit, verdict
+from ezpz_llm.check.findings import findings_text, is_fit, verdict
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
 from ezpz_llm.dist.seeds import seed_for
@@ -32,7 +32,7 @@ from ezpz_llm.observe.history import spread
 from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.rundir import RunDir, append_line, write_atomic
-from ezpz_llm.rundir.records import Environment, Finding as FindingRecord, SmokeTest, update_record
+from ezpz_llm.rundir.records import Environment, Finding, SmokeTest, update_record
 from ezpz_llm.test_dist.options import reject_used_directory
 from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
 
@@ -322,7 +322,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         findings = find_problems(dist, lines, before, after, list(wrong_kinds))
         if dist.is_main:
             update_record(dist.run_dir, test_dist=SmokeTest(
-                fit=is_fit(findings), findings=[FindingRecord(**asdict(finding)) for finding in findings],
+                fit=is_fit(findings), findings=findings,
                 held_out_loss={"before": before, "after": after},
                 reductions=[asdict(result) for result in measured], spread=_metric_spreads(lines)))
             print(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, findings,
