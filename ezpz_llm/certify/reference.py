@@ -181,7 +181,7 @@ def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation
                                clip=recipe.CLIP, precision=dtype, device=single.device.type))
     engine = make_engine(config, resolved, single, loss_chunk=0)
     if seed_folder is not None:
-        checkpoint.save(engine, single, RunDir(seed_folder), {"step": 0})
+        checkpoint.save(engine, single, RunDir(seed_folder), checkpoint.Progress(step=0))
     data: list[np.ndarray] = []
     states: list[State] = [state_of(engine)]
 

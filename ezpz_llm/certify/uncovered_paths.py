@@ -123,7 +123,7 @@ def _evaluate(engine: Engine, config: ModelConfig, accumulation: int, seed: int,
 def _resume(engine: Engine, fresh: Engine, single: Dist, step: int) -> Engine:
     """Save a checkpoint of `engine`, load it into `fresh`, and return `fresh`."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(engine, single, RunDir(Path(folder)), {"step": step})
+        checkpoint.save(engine, single, RunDir(Path(folder)), checkpoint.Progress(step=step))
         checkpoint.load(checkpoint.find(Path(folder)), fresh, single)
     return fresh
 

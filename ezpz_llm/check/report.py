@@ -47,7 +47,7 @@ class Report:
     seconds: float
 
 
-class PreflightReport(Struct, frozen=True):
+class _PreflightReport(Struct, frozen=True):
     """Content of preflight.json. `ranks` has the facts of each rank that differ from the common ones."""
 
     fit: bool
@@ -127,7 +127,7 @@ def write_report(run_dir: RunDir, report: Report) -> None:
     """Write preflight.json with the verdict, the findings, and the facts; facts of most ranks are stored once."""
     gathered = report.gathered
     common, per_rank = split_common_facts(gathered.facts)
-    write_json(report_path(run_dir), without_secrets(as_plain(PreflightReport(
+    write_json(report_path(run_dir), without_secrets(as_plain(_PreflightReport(
         fit=is_fit(report.findings), findings=list(report.findings), seconds=round(report.seconds, 3),
         world_size=gathered.world_size, unreached=list(gathered.unreached), common=common, ranks=per_rank)),
         os.environ))

@@ -375,8 +375,11 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
 
 
 def _write_config(folder: Path, source: Source, dtype: str, end_of_text: int | None) -> None:
-    provenance = {"version": __version__, "from": str(source.folder.absolute()),
-                  **{key: source.state[key] for key in ("step", "consumed") if key in source.state}}
+    provenance: dict[str, str | int] = {"version": __version__, "from": str(source.folder.absolute())}
+    if source.state is not None:
+        provenance["step"] = source.state.step
+        if source.state.consumed is not None:
+            provenance["consumed"] = source.state.consumed
     write_json(folder / CONFIG, {**to_hf(source.model, dtype=str(DTYPES[dtype]).removeprefix("torch."),
                                          end_of_text=end_of_text), "ezpz_llm": provenance})
 

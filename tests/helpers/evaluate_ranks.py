@@ -82,9 +82,9 @@ def run(folder: Path, name: str, dist: Dist) -> dict[str, Any]:
         result["logits"] = engine.next_logits(tokens)[:, :257].float().tolist()
     run_dir = RunDir(folder / name.replace(":", "-"))
     run_dir.path.mkdir(exist_ok=True)
-    checkpoint.save(engine, dist, run_dir, {
-        "step": 2, "consumed": 4, "sample_hash": "", "seed": 1, "data": "", "model": asdict(planned.model),
-        "tokenizer": {"name": "bytes", "fingerprint": get_tokenizer("bytes").fingerprint}})
+    checkpoint.save(engine, dist, run_dir, checkpoint.Progress(
+        step=2, consumed=4, sample_hash="", seed=1, data="", model=asdict(planned.model),
+        tokenizer={"name": "bytes", "fingerprint": get_tokenizer("bytes").fingerprint}))
     return {**result, "everywhere": agree(dist, result)}
 
 

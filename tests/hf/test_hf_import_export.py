@@ -348,10 +348,11 @@ def saved(config: ModelConfig, folder: Path) -> tuple[GPT, Path]:
                                                  precision="fp32")), dist, lr=1.0, betas=(0.9, 0.9),
                           eps=1e-8, param_groups=decay_groups(model, 0.0))
     RunDir(folder).create()
-    state = {"step": 1, "consumed": 2, "sample_hash": "", "seed": 1, "data": "", "model": vars(config),
-             "tokenizer": {"name": "char", "fingerprint": "",
-                           "table": bytes(range(33, 33 + VOCABULARY)).decode("latin")}}
-    saved = checkpoint.save(engine, dist, RunDir(folder), state)
+    progress = checkpoint.Progress(
+        step=1, consumed=2, sample_hash="", seed=1, data="", model=vars(config),
+        tokenizer={"name": "char", "fingerprint": "",
+                   "table": bytes(range(33, 33 + VOCABULARY)).decode("latin")})
+    saved = checkpoint.save(engine, dist, RunDir(folder), progress)
     return model.eval(), getattr(saved, "folder", saved)
 
 
