@@ -116,7 +116,7 @@ def _facts(source: Source) -> dict[str, Any]:
     index = read_index(source.folder)
     state = {name: value for name, value in state_members(source.state).items()
              if name not in ("model", "tokenizer")}
-    return {**facts, "state": state, "tokenizer": source.tokenizer and source.tokenizer["name"],
+    return {**facts, "state": state, "tokenizer": source.tokenizer and source.tokenizer.name,
             "tensors": list(index.kinds), "pieces": sum(len(p.pieces) for p in index.parameters.values()),
             "files": {file.name: file.size for file in files}, "bytes": sum(file.size for file in files)}
 

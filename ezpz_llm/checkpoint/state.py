@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from ezpz_llm.base import UserError, as_dataclass
 from ezpz_llm.base.records import Ranks, Step, Whole, as_plain, as_record
 from ezpz_llm.checkpoint.manifest import STATE, damaged_error, read_json
+from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.engine.loss_scale_state import LossScaleState
 from ezpz_llm.model.config import ModelConfig
 
@@ -33,7 +34,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample_hash: _Hash | None = None
     seed: Whole | None = None
     data: str | None = None
-    tokenizer: dict[str, Any] | None = None
+    tokenizer: TokenizerEntry | None = None
     model: dict[str, Any] | None = None
     guard: dict[str, Any] | None = None
     callbacks: dict[str, dict[str, Any]] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from ezpz_llm.base import UserError, nearest_names, read_json, untrusted_input, user_path
 from ezpz_llm.checkpoint import DamagedCheckpointError, find
 from ezpz_llm.checkpoint.state import State, read_state
+from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.hf.config import from_hf
 from ezpz_llm.model.config import ModelConfig
 
@@ -33,7 +33,7 @@ class Source:
     kind: Literal["checkpoint", "hf"]
     folder: Path
     model: ModelConfig
-    tokenizer: Mapping[str, Any] | None
+    tokenizer: TokenizerEntry | None
     state: State | None
 
     def describe(self) -> str:

@@ -53,7 +53,7 @@ def _progress(session: Session) -> checkpoint.Progress:
     position, tokens, states = session.data.position, session.data.tokens, session.callbacks.states()
     return checkpoint.Progress(
         step=session.step, consumed=position.consumed, sample_hash=position.sample_hash, seed=session.config.seed,
-        data=tokens.fingerprint, tokenizer=tokens.manifest.get("tokenizer"), model=asdict(session.plan.model),
+        data=tokens.fingerprint, tokenizer=tokens.manifest.tokenizer, model=asdict(session.plan.model),
         guard=states.pop(SpikeGuard.name, None), callbacks=states)
 
 

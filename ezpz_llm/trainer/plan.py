@@ -234,9 +234,10 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
 def _known_vocabulary(config: TrainConfig) -> int | None:
     """Return the vocabulary size if it is known before tokenization, to reject models that are too small early."""
     if config.tokenizer is not None:
-        return (choose_tokenizer(config.tokenizer).entry or {}).get("vocab_size")
+        entry = choose_tokenizer(config.tokenizer).entry
+        return None if entry is None else entry.vocab_size
     folder = prepared_folder(config.corpus)
-    return None if folder is None else read_manifest(folder)["vocab_size"]
+    return None if folder is None else read_manifest(folder).vocab_size
 
 
 def _check_resume(plan: RunPlan, where: str) -> Path:

@@ -15,6 +15,7 @@ from places import vocab_bpe
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.data.tokenizer_files import load
 from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2, to_entry
 from ezpz_llm.dist import Degrees, Dist, Mesh
@@ -350,8 +351,7 @@ def saved(config: ModelConfig, folder: Path) -> tuple[GPT, Path]:
     RunDir(folder).create()
     progress = checkpoint.Progress(
         step=1, consumed=2, sample_hash="", seed=1, data="", model=vars(config),
-        tokenizer={"name": "char", "fingerprint": "",
-                   "table": bytes(range(33, 33 + VOCABULARY)).decode("latin")})
+        tokenizer=TokenizerEntry("char", "", bytes(range(33, 33 + VOCABULARY)).decode("latin")))
     saved = checkpoint.save(engine, dist, RunDir(folder), progress)
     return model.eval(), getattr(saved, "folder", saved)
 
