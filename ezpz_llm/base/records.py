@@ -6,6 +6,8 @@ fast.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,20 +15,27 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import LAST_SECOND, MAX_RANKS, MAX_STEPS
-from ezpz_llm.base.untrusted_input import shorten_value
+from ezpz_llm.base.schema import (
+    KIND_NAMES,
+    LAST_SECOND,
+    MAX_INTEGER,
+    MAX_RANKS,
+    MAX_SECONDS,
+    MAX_STEPS,
+    format_value,
+    key_path,
+)
 
 T = TypeVar("T")
 
-_MAX_INTEGER = 2**63 - 1
-
-Whole = Annotated[int, msgspec.Meta(ge=-_MAX_INTEGER, le=_MAX_INTEGER)]
+Whole = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 """Integer of 64 bits. Python reads longer ones from JSON, which would exhaust memory or raise errors later."""
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEPS)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)]
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Epoch = Annotated[float, msgspec.Meta(ge=0, le=LAST_SECOND)]
 """Seconds since 1970, up to the year 9999."""
 
@@ -42,11 +51,11 @@ def as_record(kind: type[T], value: Any, where: str, key: str = "") -> T:
         UserError: a value is invalid. The message names the key, the value, and the expected type.
     """
     try:
-        return msgspec.convert(value, kind, dec_hook=_decode)
+        return _convert(kind, value)
     except msgspec.ValidationError as error:
-        raise UserError(_describe(str(error), value, key), where=where) from error
-    except UnicodeEncodeError:  # a key with a lone surrogate, which JSON allows in the form \ud800
-        return as_record(kind, _with_valid_keys(value), where, key)
+        raise UserError(_describe(kind, value, str(error), key), where=where) from error
+    except UnicodeEncodeError:  # text with a lone surrogate, which JSON allows in the form \ud800
+        return as_record(kind, _as_valid_text(value), where, key)
 
 
 def as_plain(value: Any) -> Any:
@@ -54,12 +63,18 @@ def as_plain(value: Any) -> Any:
     return msgspec.to_builtins(value, enc_hook=_encode, str_keys=True)
 
 
-def _with_valid_keys(value: Any) -> Any:
+def _convert(kind: type[T], value: Any) -> T:
+    return msgspec.convert(value, kind, dec_hook=_decode)
+
+
+def _as_valid_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
     if isinstance(value, list):
-        return [_with_valid_keys(member) for member in value]
-    if not isinstance(value, dict):
-        return value
-    return {key.encode(errors="replace").decode(): _with_valid_keys(member) for key, member in value.items()}
+        return [_as_valid_text(member) for member in value]
+    if isinstance(value, dict):
+        return {_as_valid_text(key): _as_valid_text(member) for key, member in value.items()}
+    return value
 
 
 def _decode(kind: type, value: Any) -> Any:
@@ -73,56 +88,73 @@ def _encode(value: Any) -> Any:
 
 
 _PLACE = re.compile(r" - at (?P<of_key>`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
+_PART = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 _BOUND = re.compile(r"Expected `(?:int|float)` (?P<order>[<>]=) (?P<bound>\S+)$")
 _TYPE = re.compile(r"Expected `(?P<types>[^`]+)`(?: of length (?P<length>\d+))?, got .*$")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
-_NAMES = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "null": "null",
-          "object": "an object", "array": "a list"}
+_NAMES = {**{kind.__name__: name for kind, name in KIND_NAMES.items()}, "null": "null", "object": "an object",
+          "array": "a list"}
 
 
-def _describe(message: str, value: Any, key: str) -> str:
+def _describe(kind: type, value: Any, message: str, key: str) -> str:
     """Translate a message of msgspec, such as "Expected `int`, got `str` - at `$.launch.world_size`"."""
     place = _PLACE.search(message)
     problem = message[:place.start()] if place else message
-    path = place["path"] if place else ""
-    name = f"{key}{path}" if key else path.removeprefix(".")
+    members: list[Any] = []
+    for part in _PART.finditer(place["path"] if place else ""):
+        if part["name"]:
+            members.append(part["name"])
+        elif part["index"]:
+            members.append(int(part["index"]))
+        else:
+            members.append(_invalid_key(kind, value, members, message))
+            value = _replace(value, members[:-1], {members[-1]: _member(value, members)})
+    for member in members:
+        key = f"{key}[{member}]" if isinstance(member, int) else key_path(key, member)
     if missing := _MISSING.match(problem):
-        return f"{name}.{missing['name']} is missing" if name else f"{missing['name']} is missing"
-    if place and place["of_key"]:
-        return f"a key of {name or 'this'} must be {_expected(problem)}"
-    found = f"{name or 'this'} is {_format(_find(value, path))}"
+        return f"{key_path(key, missing['name'])} is missing"
     expected = _expected(problem)
+    if place and place["of_key"]:
+        return f"a key of {key or 'this'} must be {expected}"
+    found = f"{key or 'this'} is {format_value(_member(value, members))}"
+    if problem.startswith("Invalid enum value"):
+        return f"{found}, which this version does not support"
     return f"{found}: {problem.lower()}" if expected is None else f"{found}, but must be {expected}"
 
 
 def _expected(problem: str) -> str | None:
     if bound := _BOUND.match(problem):
-        return f"{float(bound['bound']) if '.' in bound['bound'] else int(bound['bound']):,} or " + (
-            "more" if bound["order"] == ">=" else "less")
+        number = bound["bound"].removesuffix(".0")
+        return (number if "." in number else f"{int(number):,}") + (
+            " or more" if bound["order"] == ">=" else " or less")
     if kind := _TYPE.match(problem):
         length = f" of length {kind['length']}" if kind["length"] else ""
         return " or ".join(_NAMES.get(name, name) for name in kind["types"].split(" | ")) + length
     return None
 
 
-_UNKNOWN = object()
-_PART = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
-
-
-def _find(value: Any, path: str) -> Any:
-    """Return the value at a path of msgspec, which does not contain the keys of dictionaries."""
-    for part in _PART.finditer(path):
+def _invalid_key(kind: type, value: Any, members: list[Any], message: str) -> Any:
+    """Return the key that causes a message, in the dictionary at `members`. msgspec does not name such keys."""
+    dictionary = _member(value, members)
+    keys = list(dictionary)
+    while len(keys) > 1:
+        half = keys[:len(keys) // 2]
         try:
-            value = value[part["name"] or int(part["index"])]
-        except (KeyError, IndexError, TypeError, ValueError):
-            return _UNKNOWN
-    return value
+            _convert(kind, _replace(value, members, {key: dictionary[key] for key in half}))
+            is_in_half = False
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            is_in_half = str(error) == message
+        keys = half if is_in_half else keys[len(half):]
+    return keys[0]
 
 
-def _format(value: Any) -> str:
-    if value is _UNKNOWN:
-        return "a value of another type"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    is_too_large = isinstance(value, int) and abs(value) > _MAX_INTEGER
-    return "a number beyond 64 bits" if is_too_large else shorten_value(value)
+def _member(value: Any, members: list[Any]) -> Any:
+    return functools.reduce(operator.getitem, members, value)
+
+
+def _replace(value: Any, members: list[Any], new: Any) -> Any:
+    if not members:
+        return new
+    copied = value.copy()
+    copied[members[0]] = _replace(value[members[0]], members[1:], new)
+    return copied

@@ -45,9 +45,9 @@ def epoch(text: str) -> float | None:
 
 T = TypeVar("T")
 
-_MAX_INTEGER = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 """Maximum absolute value of an integer: the largest signed 64-bit integer."""
-_KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+KIND_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _typed(kind: Any, value: Any, where: str, key: str, drop: bool) -> Any:
         if not isinstance(value, dict):
             raise _invalid_value(key, value, "an object", where)
         key_kind, value_kind = inside or (Any, Any)
-        return {_key(key_kind, name, where, key): _typed(value_kind, member, where, _key_path(key, name), drop)
+        return {_key(key_kind, name, where, key): _typed(value_kind, member, where, key_path(key, name), drop)
                 for name, member in value.items()}
     if is_typeddict(kind) or (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return _object(kind, value, where, key, drop)
@@ -138,14 +138,14 @@ def _object(cls: Any, value: Any, where: str, key: str, drop: bool) -> Any:
     for name in value:
         if name not in fields and not (drop or is_open):
             near = nearest_names(str(name), fields)
-            raise UserError(f"unknown key {shorten_value(_key_path(key, name))}", where=where,
+            raise UserError(f"unknown key {shorten_value(key_path(key, name))}", where=where,
                             instead=f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}")
     members = dict(value) if is_open else {}
     for name, (kind, is_required) in fields.items():
         if name in value:
-            members[name] = _typed(kind, value[name], where, _key_path(key, name), drop)
+            members[name] = _typed(kind, value[name], where, key_path(key, name), drop)
         elif is_required:
-            raise UserError(f"{_key_path(key, name)} is missing", where=where)
+            raise UserError(f"{key_path(key, name)} is missing", where=where)
     return members if is_open else cls(**members)
 
 
@@ -192,15 +192,15 @@ def _key(kind: Any, name: Any, where: str, key: str) -> Any:
     if kind is int:
         if isinstance(name, str) and name.isdecimal() and name.isascii() and len(name) < 19:
             return int(name)
-        raise _invalid_value(_key_path(key, name), name, "a whole number as the key", where)
+        raise _invalid_value(key_path(key, name), name, "a whole number as the key", where)
     return _typed(kind, name, where, key, False)
 
 
 def _scalar(kind: Any, value: Any, where: str, key: str) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is float and is_number and (isinstance(value, float) or abs(value) <= _MAX_INTEGER):
+    if kind is float and is_number and (isinstance(value, float) or abs(value) <= MAX_INTEGER):
         return float(value)
-    if kind is int and is_number and isinstance(value, int) and abs(value) <= _MAX_INTEGER:
+    if kind is int and is_number and isinstance(value, int) and abs(value) <= MAX_INTEGER:
         return value
     if kind is Path and isinstance(value, str) and "\0" not in value:
         return Path(value)
@@ -210,27 +210,29 @@ def _scalar(kind: Any, value: Any, where: str, key: str) -> Any:
 
 
 def _type_name(kind: Any) -> str:
-    if kind in _KINDS:
-        return _KINDS[kind]
+    if kind in KIND_NAMES:
+        return KIND_NAMES[kind]
     container = get_origin(kind) or kind
     if container in (list, tuple, Sequence):
         return "a list"
     return "an object" if container in (dict, Mapping) or dataclasses.is_dataclass(kind) else str(kind)
 
 
-def _key_path(key: str, name: Any) -> str:
+def key_path(key: str, name: Any) -> str:
+    """Return the path of a member of `key`, shortened for a message."""
     name = shorten_value(name)[1:-1] if isinstance(name, str) else shorten_value(name)
     return f"{key}.{name}" if key else name
 
 
 def _invalid_value(key: str, value: Any, expected: str, where: str) -> UserError:
-    return UserError(f"{key or 'this'} is {_format_value(value)}, but must be {expected}", where=where)
+    return UserError(f"{key or 'this'} is {format_value(value)}, but must be {expected}", where=where)
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
+    """Return a parsed value as text for a message."""
     if isinstance(value, (bool, type(None))):
         return {None: "null", True: "true", False: "false"}[value]
-    is_too_large = isinstance(value, int) and abs(value) > _MAX_INTEGER
+    is_too_large = isinstance(value, int) and abs(value) > MAX_INTEGER
     return "a number beyond 64 bits" if is_too_large else shorten_value(value)
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from msgspec import Struct
 
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.shell_commands import to_typable_text
-from ezpz_llm.rundir.records import Finding
-
-Level = Literal["bad", "warn", "ok"]
-"""Level of a finding. A command fails if a finding has the level `bad`."""
+from ezpz_llm.rundir.records import Finding, Level
 
 
 class DoctorReport(Struct, frozen=True):

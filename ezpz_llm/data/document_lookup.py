@@ -64,8 +64,8 @@ def step_read(folder: Path, step: int) -> StepRead:
     run_dir = RunDir(folder)
     run_dir.check_exists()
     record = read_record(run_dir)
-    recorded, settings, block_size = record.data or Data(), record.settings, (record.model or {}).get("block_size")
-    if recorded.folder is None or settings.seed is None or not isinstance(block_size, int):
+    recorded, settings, block_size = record.data or Data(), record.settings, record.model_settings.block_size
+    if recorded.folder is None or settings.seed is None or block_size is None:
         raise UserError("this run did not record its data", where=str(run_dir.record),
                         instead="pass the directory of a run of python3 -m ezpz_llm.train that reached its first "
                                 "step")

@@ -9,12 +9,10 @@ from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.split import HOST, IN_STEP, RankSplit, Split, slow_link
-from ezpz_llm.layout.batch import Batch
+from ezpz_llm.explain.trainer_run import TrainerRun
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import cast_per_rank, memory_per_rank, total
-from ezpz_llm.layout.optimizers import OptimizerName
 from ezpz_llm.layout.precision_recipes import AUTOCAST, RECIPES
-from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
 
 _MIN_BLAMED_SHARE = 0.6
@@ -51,23 +49,41 @@ _Candidate = tuple[str, str, float, list[str]]
 """Kind, description, seconds (over the traced steps, or for causes between steps over the run), and advice."""
 
 
-def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str, Any],
+def rank_causes(split: Split | None, wall: Mapping[str, float], run: TrainerRun,
                 deepspeed: Mapping[str, Any]) -> list[Cause]:
     """Return the causes, the most expensive first.
 
     Args:
         split: breakdown of the traced steps, or None if there are no traces.
         wall: wall time in seconds by activity: of the run or, if it has not ended, of the traced window.
-        run: facts for advice, see `diagnosis.read_run_facts`.
         deepspeed: DeepSpeed's configuration, empty for other engines.
     """
-    run_s = sum(seconds for name, seconds in wall.items() if name != "set-up")
-    candidates = _causes_between_steps(wall, run)
+    candidates = _causes_between_steps(wall, run.config)
     if split is not None and (steps := sum(map(split.mean, IN_STEP))) > 0:
         scale = wall["training"] / steps
         candidates += [(kind, text, seconds * scale, advice)
                        for kind, text, seconds, advice in (*_waiting_causes(split, run),
                                                            *_step_causes(split, run, deepspeed))]
+    return _ranked(candidates, wall)
+
+
+def rank_causes_of_own_program(wall: Mapping[str, float], log_every: int | None) -> list[Cause]:
+    """Return the causes between steps of a program other than the trainer, whose options do not apply.
+
+    Args:
+        wall: see `rank_causes`.
+        log_every: value of `setup(log_every=…)`, or None if unknown.
+    """
+    return _ranked([
+        ("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0),
+         ["fewer checkpoints, or faster storage for them"]),
+        ("evaluation", "evaluation", wall.get("evaluation", 0.0), ["fewer or smaller evaluations"]),
+        ("logging", "writing log lines", wall.get("logging", 0.0),
+         [f"setup(log_every=…) larger than {log_every}"] if log_every else [])], wall)
+
+
+def _ranked(candidates: list[_Candidate], wall: Mapping[str, float]) -> list[Cause]:
+    run_s = sum(seconds for name, seconds in wall.items() if name != "set-up")
     causes = [Cause(kind, text, seconds, seconds / run_s, tuple(advice))
               for kind, text, seconds, advice in candidates if seconds > 0]
     return sorted(causes, key=lambda cause: -cause.seconds)
@@ -88,7 +104,7 @@ def phase_causes(phases: Mapping[str, float], steps: int, wall: Mapping[str, flo
     return [Cause("data", "waiting for data", seconds, seconds / run_s, DATA_ADVICE)]
 
 
-def _waiting_causes(split: Split, run: Mapping[str, Any]) -> Iterator[_Candidate]:
+def _waiting_causes(split: Split, run: TrainerRun) -> Iterator[_Candidate]:
     """Yield waiting for a slow rank, if there is one, and all other waiting. Seconds are over all traced steps."""
     count = len(split.ranks)
     waited_by_rank = {rank.rank: sum(waiter.waited_for.get(rank.rank, 0.0) for waiter in split.ranks) / count
@@ -104,7 +120,7 @@ def _waiting_causes(split: Split, run: Mapping[str, Any]) -> Iterator[_Candidate
             saved = (slow.own_s - max(rank.own_s for rank in other_ranks)) * slow.steps
             description, advice = _describe_slow_rank(slow, other_ranks)
             yield "slow_rank", description, saved, advice
-    kind, description = (("bubble", "pipeline stages wait for each other") if run["layout"].pp > 1 else
+    kind, description = (("bubble", "pipeline stages wait for each other") if run.layout.pp > 1 else
                          ("waiting", "ranks wait for each other in collectives, without a single slow rank"))
     yield kind, description, max(0.0, waited - saved), _waiting_advice(run)
 
@@ -130,7 +146,7 @@ def _describe_slow_rank(slow: RankSplit, other_ranks: list[RankSplit]) -> tuple[
                   "node and device"]
 
 
-def _step_causes(split: Split, run: Mapping[str, Any],
+def _step_causes(split: Split, run: TrainerRun,
                  deepspeed: Mapping[str, Any]) -> Iterator[_Candidate]:
     """Yield causes within steps: slow links, data transfer, data, Python, and the optimizer."""
     count = len(split.ranks)
@@ -150,7 +166,7 @@ def _step_causes(split: Split, run: Mapping[str, Any],
                  and each.bytes > _MIN_BYTES * each.count and each.in_flight_s > each.waited_s]
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""
         yield ("communication", f"exposed {label}: data transfer{rate}", seconds,
-               _communication_advice(label, dict(run), dict(deepspeed)))
+               _communication_advice(label, run, dict(deepspeed)))
     yield "data", "waiting for data", split.mean("data"), list(DATA_ADVICE)
     python_s = min(rank.cpu_s for rank in split.ranks)
     idle = min(rank.seconds["idle"] for rank in split.ranks)
@@ -159,29 +175,22 @@ def _step_causes(split: Split, run: Mapping[str, Any],
            [*([] if is_compile_unavailable(run) else ["--compile true"]),
             "a larger --micro-batch-size, so that operators take longer than their Python calls",
             "profile/host.html shows the Python call tree"])
-    layout = run["layout"]
+    layout = run.layout
     optimizer = split.mean("optimizer")
     if not layout.zero.stage and layout.engine != "fsdp2":
-        yield ("optimizer", "every rank updates all parameters", optimizer * (1 - 1 / run["batch"].dp_size),
-               _optimizer_advice(dict(run)))
-    elif run["optimizer"] == "adamw_unfused" or layout.zero.offload_optimizer:
-        yield "optimizer", "the optimizer step", optimizer / 2, _optimizer_advice(dict(run))
+        yield ("optimizer", "every rank updates all parameters", optimizer * (1 - 1 / run.batch.dp_size),
+               _optimizer_advice(run))
+    elif run.optimizer == "adamw_unfused" or layout.zero.offload_optimizer:
+        yield "optimizer", "the optimizer step", optimizer / 2, _optimizer_advice(run)
 
 
-def is_compile_unavailable(run: Mapping[str, Any]) -> bool:
+def is_compile_unavailable(run: TrainerRun) -> bool:
     """Return True if the run already uses --compile, or its layout (ZeRO 3) does not support it."""
-    return bool(run["config"].get("compile")) or run["layout"].zero.stage == 3
+    return bool(run.config.get("compile")) or run.layout.zero.stage == 3
 
 
-def _causes_between_steps(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[_Candidate]:
+def _causes_between_steps(wall: Mapping[str, float], config: Mapping[str, Any]) -> list[_Candidate]:
     """Return causes between steps: checkpoints, evaluation, sampling, and logging."""
-    config = run["config"]
-    if run["model"] is None:  # not the trainer, so its options do not apply
-        return [("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0),
-                 ["fewer checkpoints, or faster storage for them"]),
-                ("evaluation", "evaluation", wall.get("evaluation", 0.0), ["fewer or smaller evaluations"]),
-                ("logging", "writing log lines", wall.get("logging", 0.0),
-                 [f"setup(log_every=…) larger than {config['log_every']}"] if config.get("log_every") else [])]
     saving = [*([] if config.get("save_async", True) else ["--save-async true"]), "faster storage for --run-dir",
               *_interval_advice("--save-every", "checkpoint", config)]
     tokens = config.get("eval_tokens") or 0
@@ -210,24 +219,23 @@ _MAX_MEMORY_SHARE = 0.8
 """Maximum share of a device's memory for model states: activations and buffers need the rest."""
 
 
-def _communication_advice(label: str, run: dict[str, Any], deepspeed: dict[str, Any]) -> list[str]:
+def _communication_advice(label: str, run: TrainerRun, deepspeed: dict[str, Any]) -> list[str]:
     """Return advice for exposed collectives of a kind and group.
 
     Args:
         label: kind and group, for example "all_reduce (dp)".
-        run: facts for advice, see `diagnosis.read_run_facts`.
         deepspeed: DeepSpeed's configuration, empty for other engines.
     """
     kind, _, group = label.partition(" (")
     axes = group.rstrip(")").split()
-    layout: Layout = run["layout"]
+    layout = run.layout
     zero = deepspeed.get("zero_optimization") or {}
     if "tp" in axes and "dp" not in axes:
         return [f"--tp {layout.tp // 2}, so that fewer ranks share a layer" if layout.tp > 2 else
                 "a layout without tp",
                 "tensor-parallel ranks within one node, where links are fastest"]
     if "pp" in axes:
-        return [f"--gradient-accumulation-steps {2 * run['batch'].accumulation}, for more micro-batches in flight"]
+        return [f"--gradient-accumulation-steps {2 * run.batch.accumulation}, for more micro-batches in flight"]
     if "sp" in axes and "dp" not in axes:
         return ["a smaller --sp, if sequences fit in memory"]
     advice = []
@@ -238,15 +246,15 @@ def _communication_advice(label: str, run: dict[str, Any], deepspeed: dict[str, 
         advice.append("--ds-config zero2, which keeps full parameters and gathers them once per step")
     if layout.zero.stage is not None and kind in ("reduce_scatter", "all_reduce", "reduce"):
         size = zero.get("reduce_bucket_size")
-        can_overlap = _can_overlap(run["device"], layout)
+        can_overlap = _can_overlap(run.device.type, layout)
         overlaps = can_overlap and zero.get("overlap_comm", layout.zero.stage == 3)
         if can_overlap and not overlaps:
             advice.append('"overlap_comm": true in zero_optimization of the ds_config')
         # With overlap, only the reduction of the last bucket is exposed, and a larger bucket would prolong it.
-        if size and not overlaps and size < parameter_count(run["model"]):
+        if size and not overlaps and size < parameter_count(run.model):
             advice.append(f'"reduce_bucket_size" above {size:,}')
     if layout.zero.stage != 3:
-        advice.append(f"--gradient-accumulation-steps {2 * run['batch'].accumulation}, so that each reduction of "
+        advice.append(f"--gradient-accumulation-steps {2 * run.batch.accumulation}, so that each reduction of "
                       "gradients serves more tokens")
     return advice
 
@@ -260,20 +268,20 @@ def _can_overlap(device: str | None, layout: Layout) -> bool:
     return has_streams and bool(layout.zero.stage) and layout.pp == 1
 
 
-def _zero2_advice(run: dict[str, Any]) -> list[str]:
+def _zero2_advice(run: TrainerRun) -> list[str]:
     """Return advice that says whether ZeRO 2 fits in memory; none for layouts with offload or tiles."""
-    layout: Layout = run["layout"]
+    layout = run.layout
     if layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled:
         return []
-    model: ModelConfig = run["model"]
-    optimizer: OptimizerName = run["optimizer"]
+    model = run.model
+    optimizer = run.optimizer
     zero2 = layout.with_zero(stage=2)
     # Unlike in stage 3, autocast also caches converted weights in stage 2.
-    cast = cast_per_rank(zero2, model).bytes if run["precision"] in AUTOCAST else 0
-    precision = run["precision"] if run["precision"] in tuple(RECIPES) else "fp32"
-    need = total(memory_per_rank(zero2, model, run["world_size"], optimizer, precision), "device") + cast
-    more = need - total(memory_per_rank(layout, model, run["world_size"], optimizer, precision), "device")
-    memory = run["memory_bytes"]
+    cast = cast_per_rank(zero2, model).bytes if run.precision in AUTOCAST else 0
+    precision = run.precision if run.precision in tuple(RECIPES) else "fp32"
+    need = total(memory_per_rank(zero2, model, run.world_size, optimizer, precision), "device") + cast
+    more = need - total(memory_per_rank(layout, model, run.world_size, optimizer, precision), "device")
+    memory = run.device.memory_bytes
     if memory is None:
         return [f"--ds-config zero2 gathers once per step; its states need {more / 1e9:.3g} GB more per rank"]
     if need > _MAX_MEMORY_SHARE * memory:
@@ -281,25 +289,25 @@ def _zero2_advice(run: dict[str, Any]) -> list[str]:
     return [f"--ds-config zero2 would fit: its states need {need / 1e9:.3g} GB of {memory / 1e9:.3g} GB per rank"]
 
 
-def _optimizer_advice(run: dict[str, Any]) -> list[str]:
+def _optimizer_advice(run: TrainerRun) -> list[str]:
     """Return advice for a long optimizer phase."""
-    layout: Layout = run["layout"]
-    batch: Batch = run["batch"]
+    layout = run.layout
+    batch = run.batch
     advice = []
     if not layout.zero.stage and batch.dp_size > 1 and layout.engine != "fsdp2":
         advice.append(f"--ds-config zero1: each rank updates 1/{batch.dp_size} of the parameters")
-    if run["optimizer"] == "adamw_unfused":
+    if run.optimizer == "adamw_unfused":
         advice.append("--optimizer adamw, one fused kernel")
     if layout.zero.offload_optimizer:
         advice.append("a layout that keeps the optimizer on the device, if it fits")
     return [*advice, f"--gradient-accumulation-steps {2 * batch.accumulation}: fewer steps for as many tokens"]
 
 
-def _waiting_advice(run: Mapping[str, Any]) -> list[str]:
+def _waiting_advice(run: TrainerRun) -> list[str]:
     """Return advice for ranks that wait for each other."""
-    layout: Layout = run["layout"]
+    layout = run.layout
     if layout.pp > 1:
-        return [f"--gradient-accumulation-steps {2 * run['batch'].accumulation}, so that filling and draining the "
+        return [f"--gradient-accumulation-steps {2 * run.batch.accumulation}, so that filling and draining the "
                 "pipeline is a smaller share of each step",
                 '"partition": "time" in the ds_config\'s ezpz_llm block, if stages differ']
     return ["separate CPU cores for each rank (launch --explain shows the binding)",

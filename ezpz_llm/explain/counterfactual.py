@@ -16,7 +16,7 @@ from ezpz_llm.explain.split import Split
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.precision_recipes import SCALED
-from ezpz_llm.layout.value_source import Origin, ValueSource
+from ezpz_llm.layout.value_source import Origin, read_sources
 from ezpz_llm.rundir import RunDir, read_json, schemas
 from ezpz_llm.rundir.records import Environment, Launch, RunRecord, read_own_record
 
@@ -106,12 +106,12 @@ def command(record: RunRecord, folder: Path) -> list[str]:
     Raises:
         UserError: the record has no trainer configuration or no world size.
     """
-    sources, counts = record.sources, (record.launch or Launch()).ranks_per_host or []
-    if record.world_size is None or record.config is None or sources is None:
+    sources, counts = read_sources(record.sources), (record.launch or Launch()).ranks_per_host or []
+    if record.world_size is None or record.config is None or record.sources is None:
         raise UserError("run.json has no trainer configuration", where=str(folder.parent))
     chosen = {name: value for name, value in record.config.items()
               if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _NOT_PASSED_ON
-              and name in sources and ValueSource.from_record(sources[name]).origin not in _REDERIVED}
+              and name in sources and sources[name].origin not in _REDERIVED}
     ppn = ["--ppn", str(counts[0])] if len(set(counts)) == 1 else []
     return launch_words(["-n", str(record.world_size), *ppn, "--run-dir", str(folder)], [
         sys.executable, "-m", "ezpz_llm.explain.without_collectives",

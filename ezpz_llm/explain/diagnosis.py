@@ -8,23 +8,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, as_dataclass, as_type
-from ezpz_llm.base.records import as_plain
-from ezpz_llm.explain.causes import Cause, is_compile_unavailable, phase_causes, rank_causes
+from ezpz_llm.base import UserError, as_type
+from ezpz_llm.explain.causes import (
+    Cause,
+    is_compile_unavailable,
+    phase_causes,
+    rank_causes,
+    rank_causes_of_own_program,
+)
 from ezpz_llm.explain.counterfactual import StepsWithoutCollectives, read_steps_without_collectives
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.explain.trace import BETWEEN
+from ezpz_llm.explain.trainer_run import TrainerRun, read_trainer_run
 from ezpz_llm.launch.hostlist import rank_ranges
-from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import bucket_bytes
-from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.history import PHASES, History, read_history, steady_steps
 from ezpz_llm.observe.machine_load import MachineLoad, recorded_load
 from ezpz_llm.rundir import RunDir, read_json, schemas
 from ezpz_llm.rundir.layout_record import read_layout_record
-from ezpz_llm.rundir.records import Environment, Memory as MemoryRecord, RunRecord, Summary, read_record
+from ezpz_llm.rundir.records import Memory as MemoryRecord, read_record
+from ezpz_llm.rundir.summary_record import Summary
 
 _TORCH = "torch"
 
@@ -97,13 +101,12 @@ class Memory:
 
 
 def _compare_memory(record: MemoryRecord | None, split: Split | None, deepspeed: Mapping[str, Any],
-                    run: Mapping[str, Any]) -> Memory | None:
+                    run: TrainerRun | None) -> Memory | None:
     """Return estimated and measured memory from a run's record and traces; None if the run has not ended.
 
     Args:
         record: entry "memory" of the run's record.
         deepspeed: DeepSpeed's configuration, empty for other engines.
-        run: facts for advice, see `read_run_facts`.
     """
     if record is None or record.peak is None:
         return None
@@ -111,11 +114,11 @@ def _compare_memory(record: MemoryRecord | None, split: Split | None, deepspeed:
     measured: dict[str, int | None] = {kind: record.measured.get(kind) for kind in STATES}
     notes = [] if split is None else [rank.notes for rank in split.ranks if "transient_bytes" in rank.notes]
     measured["buffers"] = measured["activations"] = None
-    if split is not None and notes:
+    if run is not None and split is not None and notes:
         measured["buffers"] = max(note.get("buffer_bytes", 0) for note in notes)
         measured["activations"] = max(0, max(note["transient_bytes"] - note.get("buffer_transient_bytes", 0)
                                              for note in notes))
-        if bucket := bucket_bytes(run["layout"], run["model"], deepspeed, split.device):
+        if bucket := bucket_bytes(run.layout, run.model, deepspeed, split.device):
             expected["buffers"] = bucket
     sizes = [size for kind, size in measured.items() if size is not None and not record.elsewhere.get(kind)]
     measured["other"] = max(0, record.peak - sum(sizes)) if notes else None
@@ -207,66 +210,45 @@ def diagnose(run_dir: Path) -> Diagnosis:
     Raises:
         UserError: the directory does not belong to a training run, has no step yet, or has an unreadable trace.
     """
-    RunDir(run_dir).check_exists()
-    record = read_record(RunDir(run_dir))
-    rows = read_history(RunDir(run_dir))
+    where = RunDir(run_dir)
+    where.check_exists()
+    record, rows = read_record(where), read_history(where)
     if record.config is None or not len(rows):
         raise UserError("the directory has no step of a training run", where=str(run_dir),
                         instead="pass the directory of a run of ezpz_llm.train, or of a script that calls "
                                 "ezpz_llm.record; if the run ended early, use ezpz-llm why")
+    layout = read_layout_record(where)
+    run = read_trainer_run(where, record, layout)
     timed = steady_steps(rows)
     phases = {name: statistics.fmean(timed.column(f"{name}_s")) for name in (*PHASES, "other")}
-    split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
+    split = split_run(run_dir) if run and any(where.profile.glob("trace-rank*.json.gz")) else None
     summary = record.summary or Summary()
     wall = summary.wall
-    run = read_run_facts(run_dir, record)
-    deepspeed_file = RunDir(run_dir).deepspeed
-    deepspeed = as_type(schemas.DeepSpeedGiven, read_json(deepspeed_file) or {}, str(deepspeed_file))
+    deepspeed = as_type(schemas.DeepSpeedGiven, read_json(where.deepspeed) or {}, str(where.deepspeed))
     spent = wall if wall.get("training", 0) > 0 else _traced_wall(split, rows)
-    causes = rank_causes(split, spent, run, deepspeed)
+    causes = (rank_causes(split, spent, run, deepspeed) if run else
+              rank_causes_of_own_program(spent, record.settings.log_every))
+    world_size = record.world_size or 1
     if split is None:
         run_s = sum(seconds for name, seconds in spent.items() if name != "set-up")
-        of_steps = step_time_causes(rows, run_s, ranks=run["world_size"], can_trace=run["model"] is not None)
+        of_steps = step_time_causes(rows, run_s, ranks=world_size, can_trace=run is not None)
         causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *of_steps],
                         key=lambda cause: -cause.seconds)
-    return Diagnosis(run_dir, run["layout"].name if run["layout"] else _OWN_LAYOUT, run["world_size"], wall, split,
+    return Diagnosis(run_dir, (layout and layout.degrees.name) or _OWN_LAYOUT, world_size, wall, split,
                      phases, tuple(causes), _compare_memory(record.memory, split, deepspeed, run),
                      crosschecks(run_dir, split), tuple(read_steps_without_collectives(run_dir, split)),
-                     is_foreign=run["model"] is None,
+                     is_foreign=run is None,
                      times=step_times(rows, summary.ceiling_share,
                                       _low_share_advice(run, is_traced=split is not None)),
                      load=recorded_load(record))
 
 
-def _low_share_advice(run: Mapping[str, Any], *, is_traced: bool) -> list[str]:
+def _low_share_advice(run: TrainerRun | None, *, is_traced: bool) -> list[str]:
     """Return options that may raise a low share of the matmul peak; none for programs other than the trainer."""
-    if run["model"] is None:
+    if run is None:
         return []
     return ["a larger --micro-batch-size", *([] if is_compile_unavailable(run) else ["--compile true"]),
             *([] if is_traced else ["--trace-steps 10 to see the breakdown"])]
-
-
-def read_run_facts(run_dir: Path, record: RunRecord) -> dict[str, Any]:
-    """Read facts about a run for advice: model, layout, batch, precision, optimizer, world size, device, options.
-
-    The model is None for programs other than the trainer. Unless the program uses a layout of ezpz_llm, the layout
-    is empty and the batch is None.
-
-    Raises:
-        UserError: layout.json is missing although the trainer wrote the run, or layout.json is damaged.
-    """
-    resolved = read_layout_record(RunDir(run_dir))
-    if resolved is None and record.model is not None:
-        raise UserError("layout.json is missing", where=str(run_dir), instead="a complete run directory")
-    where = str(RunDir(run_dir).layout)
-    environment = record.environment or Environment()
-    return {"model": record.model and as_dataclass(ModelConfig, record.model, str(RunDir(run_dir).record)),
-            "layout": resolved and Layout.from_record(resolved.layout, where),
-            "batch": Batch(**as_plain(resolved.batch)) if resolved and resolved.batch else None,
-            "precision": resolved and resolved.precision,
-            "optimizer": record.settings.optimizer or "adamw", "world_size": environment.world_size or 1,
-            "device": environment.device.type, "memory_bytes": environment.device.memory_bytes,
-            "config": record.config}
 
 
 def _traced_wall(split: Split | None, rows: History) -> dict[str, float]:

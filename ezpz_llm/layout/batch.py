@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.rundir.layout_record import Batch
 
 SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
              "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}
@@ -14,20 +13,6 @@ SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_si
 def option_of(name: str) -> str:
     """Return the option of a field, such as --grad-clip for clip."""
     return "--" + SPELLINGS.get(name, name).replace("_", "-")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Batch of one optimizer step.
-
-    Each of `dp_size` data-parallel ranks runs `accumulation` micro-batches of `micro_batch` sequences.
-    `global_batch` is their product.
-    """
-
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    dp_size: int
 
 
 def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation: int | None, dp_size: int, *,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ezpz_llm.base import UserError, data_dir, unknown_name_error
@@ -39,7 +39,7 @@ from ezpz_llm.layout.suggestions import validate_or_suggest
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
-from ezpz_llm.rundir.layout_record import BatchSizes, LayoutRecord
+from ezpz_llm.rundir.layout_record import LayoutRecord
 
 DEFAULT_MICRO_BATCH = 4
 
@@ -76,7 +76,7 @@ class Resolved:
         """Write layout.json and, if DeepSpeed is used, deepspeed.json."""
         side = side or SideFiles()
         side.write_json(run_dir.layout, as_plain(LayoutRecord(
-            layout=self.layout.as_record(), batch=BatchSizes(**asdict(self.batch)), precision=self.precision,
+            layout=self.layout.as_record(), batch=self.batch, precision=self.precision,
             clip=self.clip, optimizer=self.adam, notes=list(self.notes),
             sources={name: source.as_record() for name, source in self.sources.items()})))
         if self.deepspeed is not None:
@@ -176,7 +176,8 @@ class _Inputs:
 
     def __init__(self, request: Request, config: DsConfig, overrides: RunOverrides) -> None:
         self.request, self.config, self.overrides = request, config, overrides
-        self.file = ValueSource(Origin.FILE, str(config.path))
+        self.file = ValueSource(Origin.DS_CONFIG, str(config.path))
+        self.not_set = ValueSource(Origin.DEEPSPEED_DEFAULT, str(config.path))
         self.is_shipped = config.path.parent == data_dir("ds_configs")
         self.sources = {name: COMMAND_LINE if source.is_typed else source
                         for name, source in request.sources.items()}
@@ -243,7 +244,7 @@ class _Inputs:
             value, used[key] = self.choose(key, getattr(self.request, key), from_file.get(key))
             if implied and used[key].origin in NOT_FROM_USER and not (
                     key == "grad_accum_dtype" and (layout.zero.offload_optimizer or layout.pp > 1)):
-                value, used[key] = "bf16", ValueSource(Origin.FILE, f"DeepSpeed's default, not set in {self.file}")
+                value, used[key] = "bf16", self.not_set
             dtypes.append(value or "fp32")
         gradients = GradientDtypes(*dtypes)
         check_gradients(gradients, precision, layout, {key: str(source) for key, source in used.items()})
@@ -252,7 +253,7 @@ class _Inputs:
     def default_gradients_note(self, gradients: GradientDtypes, used: Mapping[str, ValueSource]) -> tuple[str, ...]:
         """Return a note if DeepSpeed's default sets the dtypes of gradients."""
         options = [f"--{key.replace('_', '-')}" for key in ("grad_accum_dtype", "reduce_dtype")
-                   if used[key].detail.startswith("DeepSpeed's default")]
+                   if used[key] == self.not_set]
         if not options:
             return ()
         operations = {"fp32": "reduced", "bf16": "accumulated and reduced"}[gradients.accumulated]
@@ -270,17 +271,16 @@ class _Inputs:
             notes.append(f"scheduler of {self.config.path.name} is ignored: --schedule overrides it")
         else:
             blocks.append(self.overrides.scheduler)
-        not_set = ValueSource(Origin.FILE, f"DeepSpeed's default, not set in {self.file}")
         values: dict[str, tuple[Any, ValueSource]] = {}
         for block in blocks:
-            values.update({name: (value, not_set) for name, value in block.defaults.items()
+            values.update({name: (value, self.not_set) for name, value in block.defaults.items()
                           if sources.get(name, DEFAULT).origin in NOT_FROM_USER})
             values.update({name: (value, self.file) for name, value in block.values.items()})
         values = {name: values[name] for name in values if sources.get(name) != COMMAND_LINE}
         of_peak = {name: share for block in blocks for name, share in block.of_peak.items()
                    if sources.get(name) != COMMAND_LINE}
         filled_in = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, (value, source) in values.items() if source is not_set]
+                     for name, (value, source) in values.items() if source == self.not_set]
         if filled_in:
             notes.append(f"not set in the optimizer or scheduler of {self.config.path.name}, using DeepSpeed's "
                          f"defaults: {', '.join(filled_in)}")

@@ -26,7 +26,6 @@ from ezpz_llm.observe import (
     MetricsLog,
     StepTimeline,
     StepWork,
-    Straggler,
     WallClock,
     final_text,
     plot_run,
@@ -38,6 +37,7 @@ from ezpz_llm.observe.history import PHASES, History, is_finite, steady_steps, w
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
 from ezpz_llm.rundir.records import read_record
+from ezpz_llm.rundir.summary_record import Straggler
 
 _PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
 """Phases between steps, which are not part of step times, and the heartbeat phase for each."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 from ezpz_llm.base import lazy_names
 
 _MODULES = {
-    "imbalance": ("Bubble", "Straggler"),
     "metrics": ("PHASES", "MetricsLog", "StepTimeline", "StepTimes", "WallClock"),
     "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops", "run_environment"),
     "plots": ("plot_run", "series_plot"),
     "profile": ("PythonProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
-    "throughput": ("Rates", "StepWork", "Summary", "final_text", "summarize", "breakdown_tables"),
+    "throughput": ("StepWork", "final_text", "summarize", "breakdown_tables"),
     "terminal": ("terminal_width", "wants_ascii", "wants_color"),
     "trackers": ("Tracking",),
 }

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from ezpz_llm.base import UserError, as_type, shorten_value
 from ezpz_llm.rundir import RunDir, SideFiles, read_lines, write_atomic
+from ezpz_llm.rundir.summary_record import Spread
 
 Rows = TypeVar("Rows", "list[Any]", "array[Any]", "Sequence[Any]", "History")
 
@@ -22,15 +23,6 @@ OTHER = "other"
 
 _WARMUP_STEPS = 10
 """Number of first steps that summaries skip; fewer in a run of under 100 steps."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median of a sample, with its 10 % and 90 % quantiles."""
-
-    median: float
-    low: float
-    high: float
 
 
 ON_EACH_LINE = ("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",

@@ -30,10 +30,10 @@ import torch
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather_number, all_reduce
 from ezpz_llm.observe.history import OTHER, PHASES, is_finite, steady_steps, trim_history
-from ezpz_llm.observe.imbalance import Bubble, Straggler
 from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.summary_record import Bubble, Straggler
 
 
 @dataclass(frozen=True)

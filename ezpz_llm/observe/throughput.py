@@ -17,7 +17,6 @@ from ezpz_llm.observe.history import (
     OTHER,
     PHASES,
     History,
-    Spread,
     finite_or_none,
     is_finite,
     last_loss,
@@ -25,31 +24,13 @@ from ezpz_llm.observe.history import (
     spread,
     steady_steps,
 )
-from ezpz_llm.observe.imbalance import Bubble, Straggler
 from ezpz_llm.observe.tables import percentages, table, table_text, wall_table
 from ezpz_llm.observe.terminal import can_redraw, terminal_width
 from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.summary_record import Bubble, Rates, Spread, Straggler, Summary
 
 if TYPE_CHECKING:
     from ezpz_llm.observe.peaks import Ceiling, Peak
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of a step. All are None if the number of tokens is unknown.
-
-    Attributes:
-        flops_per_second_per_device: FLOP/s of the model, with attention counted without the causal mask.
-        mfu: fraction of the stated peak; None without a stated peak.
-        mfu_causal: `mfu`, but without the part of the attention matmuls that the causal mask removes.
-        ceiling_share: fraction of the measured matmul peak.
-    """
-
-    tokens_per_second: float | None
-    tokens_per_second_per_device: float | None
-    flops_per_second_per_device: float | None
-    mfu: float | None
-    mfu_causal: float | None
-    ceiling_share: float | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +70,7 @@ class StepWork:
         """
         tokens = self.tokens if tokens is None else tokens
         if not tokens:
-            return Rates(None, None, None, None, None, None)
+            return Rates()
         tokens_per_second = tokens / step_time_s
         per_device = tokens_per_second / self.world_size
         flops = None if self.flops_per_token is None else per_device * self.flops_per_token
@@ -263,50 +244,6 @@ _COMMUNICATION = ("  The phases do not separate communication: it is in backward
                   "  if layers are sharded.\n")
 
 
-@dataclass(frozen=True)
-class Summary(Rates):
-    """Summary of this process's steps, with the rates of the median step time.
-
-    Times are in seconds, on rank 0, over steady steps only. `phase_share` has fractions of the total step time,
-    which sum to 1. `wall` is the breakdown of the whole run's wall time. The last loss is the mean over the last
-    tenth of the steps (at most 50). The first loss is from the first line in the run directory, which an earlier
-    process of a resumed run may have written.
-    """
-
-    steps: int
-    timed_steps: int
-    skipped_steps: int
-    first_loss: float | None
-    last_loss: float | None
-    val_loss: float | None
-    val_step: int | None
-    unigram_entropy: float | None
-    step_time: Spread
-    phase_s: dict[str, Spread]
-    phase_share: dict[str, float]
-    wall: dict[str, float]
-    straggler: Straggler | None
-    bubble: Bubble | None
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings about implausible or unfavorable numbers."""
-        warnings = []
-        evaluation = self.wall.get("evaluation", 0.0) / max(sum(self.wall.values()), 1e-9)
-        if evaluation > _EVALUATION_LIMIT:
-            warnings.append(f"evaluation took {evaluation:.0%} of the wall time (increase --eval-every or decrease "
-                            "--eval-tokens)")
-        if self.mfu is not None and self.mfu > 1:
-            warnings.append(f"an MFU of {self.mfu:.2f} is impossible: the step time, the FLOP count, or the peak "
-                            "is wrong")
-        if self.ceiling_share is not None and self.ceiling_share > 1:
-            warnings.append("measured matmul peak is unreliable (machine was busy)")
-        if self.steps >= _MIN_STEPS_TO_LEARN and not (is_finite(self.first_loss) and is_finite(self.last_loss)
-                                                   and self.last_loss < self.first_loss):
-            warnings.append("the loss did not decrease: the throughput of this run is not meaningful")
-        return warnings
-
-
 def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
               unigram_entropy: float | None = None, straggler: Straggler | None = None,
               bubble: Bubble | None = None, history: History | None = None) -> Summary | None:
@@ -409,7 +346,25 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
         "files": ", ".join(files), "in": str(run_dir.path)}
     text = align_rows(((name, value) for name, value in lines.items() if value),
                       terminal_width() if width is None else width, 16)
-    return text + "".join(f"warning: {warning}\n" for warning in summary.warnings)
+    return text + "".join(f"warning: {warning}\n" for warning in _warnings(summary))
+
+
+def _warnings(summary: Summary) -> list[str]:
+    """Warnings about implausible or unfavorable numbers."""
+    warnings = []
+    evaluation = summary.wall.get("evaluation", 0.0) / max(sum(summary.wall.values()), 1e-9)
+    if evaluation > _EVALUATION_LIMIT:
+        warnings.append(f"evaluation took {evaluation:.0%} of the wall time (increase --eval-every or decrease "
+                        "--eval-tokens)")
+    if summary.mfu is not None and summary.mfu > 1:
+        warnings.append(f"an MFU of {summary.mfu:.2f} is impossible: the step time, the FLOP count, or the peak "
+                        "is wrong")
+    if summary.ceiling_share is not None and summary.ceiling_share > 1:
+        warnings.append("measured matmul peak is unreliable (machine was busy)")
+    if summary.steps >= _MIN_STEPS_TO_LEARN and not (is_finite(summary.first_loss) and is_finite(summary.last_loss)
+                                               and summary.last_loss < summary.first_loss):
+        warnings.append("the loss did not decrease: the throughput of this run is not meaningful")
+    return warnings
 
 
 def _largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
@@ -11,8 +12,13 @@ from ezpz_llm.rundir.files import RunDir, read_json
 from ezpz_llm.rundir.value_source_record import Sources
 
 
-class BatchSizes(Struct, frozen=True):
-    """`batch` in layout.json; see `ezpz_llm.layout.batch.Batch`."""
+@dataclass(frozen=True)
+class Batch:
+    """Batch of one optimizer step, as `batch` in layout.json.
+
+    Each of `dp_size` data-parallel ranks runs `accumulation` micro-batches of `micro_batch` sequences.
+    `global_batch` is their product.
+    """
 
     global_batch: Count
     micro_batch: Count
@@ -34,7 +40,7 @@ class LayoutRecord(Struct, frozen=True):
 
     layout: dict[str, Any] | None = None
     """Settings of the layout, by name; see `ezpz_llm.layout.layout.Layout.from_record`."""
-    batch: BatchSizes | None = None
+    batch: Batch | None = None
     precision: str | None = None
     clip: float | None = None
     optimizer: dict[str, Any] = {}

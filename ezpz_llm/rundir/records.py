@@ -7,7 +7,7 @@ All members are optional: a run adds them over time, and some commands write onl
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -16,6 +16,7 @@ from ezpz_llm.base.records import Bytes, Count, Epoch, Rank, Ranks, Step, Whole,
 from ezpz_llm.rundir.files import LOCK_WITHIN_S, RunDir, locked, write_json
 from ezpz_llm.rundir.secrets import without_secrets
 from ezpz_llm.rundir.stop import SIGNAL, Stop
+from ezpz_llm.rundir.summary_record import Summary
 from ezpz_llm.rundir.value_source_record import Sources
 
 
@@ -113,6 +114,13 @@ class Settings(Struct, frozen=True):
     seed: Whole | None = None
 
 
+class ModelSettings(Struct, frozen=True):
+    """Members of `model` in run.json that other commands read; see `ezpz_llm.model.config.ModelConfig`."""
+
+    block_size: Count | None = None
+    dropout: float | None = None
+
+
 class Data(Struct, frozen=True):
     """`data` in run.json: the run's token shards."""
 
@@ -127,7 +135,14 @@ class Data(Struct, frozen=True):
 
 
 class Memory(Struct, frozen=True):
-    """`memory` in run.json, in bytes, each on the rank that uses most of it; see `Memory` of memory_watch.py."""
+    """`memory` in run.json: bytes by kind, each on the rank that uses most of it.
+
+    Attributes:
+        expected: estimates, in device memory.
+        elsewhere: estimates for CPU memory and files, for tensors that are not on the device.
+        measured: omits temporarily unsharded parameters, and activations on devices without memory counters.
+        host_peak: largest peak resident size of a process.
+    """
 
     expected: dict[str, float] = {}
     elsewhere: dict[str, float] = {}
@@ -135,54 +150,6 @@ class Memory(Struct, frozen=True):
     peak: Whole | None = None
     reserved: Whole | None = None
     host_peak: Whole | None = None
-
-
-class Quantiles(Struct, frozen=True):
-    """Median of steps, and the 10 % and 90 % quantiles."""
-
-    median: float
-    low: float
-    high: float
-
-
-class SlowestRank(Struct, frozen=True):
-    """Slowest rank, its mean seconds per step, and the median of all ranks."""
-
-    rank: Rank = 0
-    seconds: float | None = None
-    median_s: float | None = None
-
-
-class PipelineIdle(Struct, frozen=True):
-    """Idle share of each pipeline stage, and the share that the schedule implies."""
-
-    idle: list[float]
-    expected: float
-
-
-class Summary(Struct, frozen=True):
-    """`summary` in run.json, written from `ezpz_llm.observe.throughput.Summary`."""
-
-    tokens_per_second: float | None = None
-    tokens_per_second_per_device: float | None = None
-    flops_per_second_per_device: float | None = None
-    mfu: float | None = None
-    mfu_causal: float | None = None
-    ceiling_share: float | None = None
-    steps: Whole = 0
-    timed_steps: Whole = 0
-    skipped_steps: Whole = 0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    val_loss: float | None = None
-    val_step: Whole | None = None
-    unigram_entropy: float | None = None
-    step_time: Quantiles | None = None
-    phase_s: dict[str, Quantiles] = {}
-    phase_share: dict[str, float] = {}
-    wall: dict[str, float] = {}
-    straggler: SlowestRank | None = None
-    bubble: PipelineIdle | None = None
 
 
 class Startup(Struct, frozen=True):
@@ -238,7 +205,7 @@ class Submission(Struct, frozen=True):
 
 
 class Archive(Struct, frozen=True):
-    """Archive of a part of the environment, copied to each node."""
+    """Archive of a part of the environment; see `ezpz_llm.launch.staging.archive.Archive`."""
 
     path: str
     files: Whole
@@ -255,10 +222,13 @@ class Staging(Struct, frozen=True):
     archives: list[Archive]
 
 
-class Finding(Struct, frozen=True):
-    """Result of a check, and its remedy; `level` is bad, warn or ok. A command fails if it has a bad finding."""
+Level = Literal["bad", "warn", "ok"]
 
-    level: str
+
+class Finding(Struct, frozen=True):
+    """Result of a check, and its remedy. A command fails if a finding has the level `bad`."""
+
+    level: Level
     topic: str
     found: str
     instead: str = ""
@@ -293,7 +263,7 @@ class RunRecord(Struct, frozen=True):
     """Settings of the trainer or of the user's script, by name."""
     sources: Sources | None = None
     model: dict[str, Any] | None = None
-    """Settings of the model, by name; see `ezpz_llm.model.config.ModelConfig`."""
+    """Settings of the model, by name."""
     parameters: Whole | None = None
     precision: str | None = None
     environment: Environment | None = None
@@ -336,9 +306,14 @@ class RunRecord(Struct, frozen=True):
         return as_record(Settings, self.config or {}, "run.json", "config")
 
     @property
+    def model_settings(self) -> ModelSettings:
+        """Members of `model` that other commands read; all None without `model`."""
+        return as_record(ModelSettings, self.model or {}, "run.json", "model")
+
+    @property
     def world_size(self) -> int | None:
         """Number of ranks."""
-        return (self.environment or self.launch or Environment()).world_size
+        return (self.environment or Environment()).world_size or (self.launch or Launch()).world_size
 
 
 _OTHER = "use another run directory, or remove the file"
@@ -363,8 +338,9 @@ def read_own_record(run_dir: RunDir) -> RunRecord | None:
         content = read_own(run_dir.record)
     except untrusted_input.NoFile:
         return None
-    return None if content is None else _as_record(untrusted_input.parse_json(content, str(run_dir.record)),
-                                                   run_dir)
+    if content is None:
+        return None
+    return _as_record(_as_object(untrusted_input.parse_json(content, str(run_dir.record)), run_dir), run_dir)
 
 
 def update_record(run_dir: RunDir, **members: Any) -> None:
@@ -376,26 +352,29 @@ def update_record(run_dir: RunDir, **members: Any) -> None:
     if unknown := members.keys() - RunRecord.__struct_fields__:
         raise TypeError(f"run.json has no member {', '.join(sorted(unknown))}")
     with locked(run_dir.path, LOCK_WITHIN_S):
-        stored = _read(run_dir)
-        _as_record(stored, run_dir)
-        content = {**stored, **without_secrets(as_plain(members), os.environ)}
+        content = {**_read(run_dir), **without_secrets(as_plain(members), os.environ)}
         _as_record(content, run_dir)
         write_json(run_dir.record, content)
 
 
-def _read(run_dir: RunDir) -> Any:
+def _read(run_dir: RunDir) -> dict[str, Any]:
     try:
-        return untrusted_input.read_json(run_dir.record)
+        return _as_object(untrusted_input.read_json(run_dir.record), run_dir)
     except untrusted_input.NoFile:
         return {}
     except UserError as error:
         raise UserError(error.found, where=error.where, instead=_OTHER) from error
 
 
-def _as_record(stored: Any, run_dir: RunDir) -> RunRecord:
-    where = str(run_dir.record)
+def _as_object(stored: Any, run_dir: RunDir) -> dict[str, Any]:
     if not isinstance(stored, dict):
-        raise UserError("run.json is not a run record", where=where, instead=_OTHER)
+        raise UserError("run.json is not a run record", where=str(run_dir.record), instead=_OTHER)
+    return stored
+
+
+def _as_record(stored: dict[str, Any], run_dir: RunDir) -> RunRecord:
+    where = str(run_dir.record)
     record = as_record(RunRecord, stored, where)
     as_record(Settings, record.config or {}, where, "config")
+    as_record(ModelSettings, record.model or {}, where, "model")
     return record

@@ -11,7 +11,7 @@ class Source(Struct, frozen=True, omit_defaults=True):
     """Source of a value; see `ezpz_llm.layout.value_source.ValueSource`.
 
     Attributes:
-        origin: name of an origin in lower case, such as "preset".
+        origin: a value of `Origin`, such as "preset".
     """
 
     origin: str

@@ -70,7 +70,7 @@ def _newest_speed(folder: Path, command: Sequence[str]) -> Speed | None:
         except UserError:  # damaged, or without steps
             continue
         rate = run.median("tokens_per_second_per_device")
-        block_size = (run.record.model or {}).get("block_size")
+        block_size = run.record.model_settings.block_size
         typed = (run.record.launch or Launch()).typed or ()
         is_alike = typed and all(value_of(typed, name) == value_of(command, name) for name in _SHAPE)
         if rate and block_size and is_alike:

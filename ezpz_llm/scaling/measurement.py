@@ -17,7 +17,7 @@ from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import is_finite, steady_steps
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.layout_record import read_layout_record
-from ezpz_llm.rundir.records import Environment, Launch, Memory, RunRecord, SlowestRank, Summary, read_record
+from ezpz_llm.rundir.records import Environment, Launch, Memory, RunRecord, read_record
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Point, Repeat, run_dir_of
 
@@ -77,8 +77,8 @@ def _measured_repeat(planned: Repeat, run_dir: RunDir, record: RunRecord, is_scr
     is_cpu = (record.environment or Environment()).device.type == "cpu"
     last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
     split = _read_split(run_dir, planned.ranks)
-    straggler = (record.summary or Summary()).straggler or SlowestRank()
-    slowest = split.straggler.rank if split else straggler.rank
+    straggler = split.straggler if split else record.summary and record.summary.straggler
+    slowest = straggler.rank if straggler else 0
     return replace(
         measured,
         step_times_s=times,
@@ -106,11 +106,13 @@ def _with_batch_of_script(planned: Repeat, steps: Sequence[dict[str, Any]]) -> R
 
 def _with_batch_of_trainer(planned: Repeat, run_dir: RunDir, record: RunRecord) -> Repeat:
     layout = read_layout_record(run_dir)
-    if layout is None or layout.batch is None:
-        raise _UnusableRun(f"{run_dir.layout} is missing, so the batch is unknown")
+    block_size = record.model_settings.block_size
+    if layout is None or layout.batch is None or block_size is None:
+        missing = run_dir.record if block_size is None else run_dir.layout
+        raise _UnusableRun(f"{missing} is missing or incomplete, so the batch is unknown")
     batch = layout.batch
     return replace(planned, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
-                   accumulation=batch.accumulation, block_size=(record.model or {})["block_size"])
+                   accumulation=batch.accumulation, block_size=block_size)
 
 
 def untraced_steps(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
@@ -157,4 +159,7 @@ def _read_split(run_dir: RunDir, ranks: int) -> Split | None:
 
 def _hostname_of(rank: int, record: RunRecord) -> str:
     """Return the hostname on which launch placed a rank."""
-    return (record.launch or Launch()).rank_hosts[rank]
+    hosts = (record.launch or Launch()).rank_hosts
+    if rank >= len(hosts):
+        raise _UnusableRun(f"run.json does not name the node of rank {rank}")
+    return hosts[rank]

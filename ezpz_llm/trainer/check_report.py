@@ -37,10 +37,10 @@ def effective_settings(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
     for name, value in asdict(plan.model).items():
         is_set = name in MODEL_OVERRIDES and getattr(config, name) is not None
         values[name] = (value, plan.sources[name] if is_set else ValueSource(Origin.MODEL, config.model))
+    of_layout = ValueSource(Origin.DS_CONFIG, f"ds_config {config.ds_config}")
     for name in ("tp", "pp", "sp"):
         is_set = getattr(config, name) is not None
-        values[name] = (getattr(layout, name),
-                        plan.sources[name] if is_set else ValueSource(Origin.FILE, f"ds_config {config.ds_config}"))
+        values[name] = (getattr(layout, name), plan.sources[name] if is_set else of_layout)
     for name, value in (*asdict(batch).items(), ("precision", resolved.precision), ("clip", resolved.clip)):
         if name in FIELDS:
             values[name] = (value, resolved.sources.get(name, plan.sources[name]))

@@ -107,7 +107,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     from_ds_config = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
     for name, value in from_ds_config.items():
         options = options.set(resolved.sources[name], **{name: value})
-    options = options.set(ValueSource(Origin.FILE, f"a share of lr in {config.ds_config}"),
+    options = options.set(ValueSource(Origin.DS_CONFIG_SHARE, config.ds_config),
                           **{name: share * options.config.lr for name, share in resolved.of_peak.items()})
     _check_numbers(options.set(resolved.sources["clip"], clip=resolved.clip))
     options = _with_schedule(options)

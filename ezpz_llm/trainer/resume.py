@@ -15,7 +15,7 @@ from ezpz_llm.base import UserError, shorten_value, user_path
 from ezpz_llm.checkpoint.retention import find, has_checkpoint
 from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.layout.batch import option_of
-from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
+from ezpz_llm.layout.value_source import DEFAULT, FROM_DS_CONFIG, Origin, ValueSource, read_sources
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import RunRecord, read_record
@@ -101,7 +101,7 @@ def rename_old_metrics(run_dir: RunDir) -> Path:
 def _check_unchanged(given: Options, run: RunDir, record: RunRecord, step: int) -> None:
     """Raise a UserError if options differ from those of a complete run, since they would be ignored."""
     saved = record.config or {}
-    sources = {name: ValueSource.from_record(source) for name, source in (record.sources or {}).items()}
+    sources = read_sources(record.sources)
     differing = []
     for name, value in asdict(given.config).items():
         if name in {*_PER_ATTEMPT, "steps"} or name not in saved or _is_same(value, saved[name]):
@@ -110,8 +110,7 @@ def _check_unchanged(given: Options, run: RunDir, record: RunRecord, step: int) 
         # A value of a file or preset may have been overridden by the ds_config, a derived setting or fewer steps,
         # as it would be again by the same command. Nothing overrides an option on the command line.
         overridden = before != given.sources[name] and (
-            before.origin in _REDERIVED or before.scaled_to is not None
-            or str(saved.get("ds_config")) in before.detail)
+            before.origin in (*_REDERIVED, *FROM_DS_CONFIG) or before.scaled_to is not None)
         if origin is Origin.COMMAND_LINE or (origin in (Origin.FILE, Origin.PRESET) and not overridden):
             differing.append(name)
     if differing:
@@ -140,7 +139,7 @@ def run_of(target: Path) -> RunDir:
 def _with_settings(options: Options, run: RunDir, record: RunRecord) -> Options:
     """Restore the run's settings, except those that the user chose in addition to `--resume`."""
     saved = record.config or {}
-    sources = {name: ValueSource.from_record(source) for name, source in (record.sources or {}).items()}
+    sources = read_sources(record.sources)
     chosen = _chosen(options)
     settings = {name: value for name, value in saved.items()
                 if name in FIELDS and name not in chosen | _PER_ATTEMPT

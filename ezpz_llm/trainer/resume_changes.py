@@ -28,7 +28,7 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
     """
     run = run_of(Path(str(plan.config.resume)))
     record, layout = read_record(run), read_layout_record(run) or LayoutRecord()
-    saved, model = record.config or {}, record.model or {}
+    saved, model = record.config or {}, record.model_settings
     now = {name: getattr(plan.config, name) for name in (*_SCHEDULE, *_OTHER_SETTINGS)}
     before = {name: saved[name] for name in now if _is_usable(name, saved.get(name))}
     resolved = plan.resolved
@@ -36,8 +36,8 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
             ("global_batch", layout.batch and layout.batch.global_batch, resolved.batch.global_batch),
             ("clip", layout.clip, resolved.clip),
             ("precision", layout.precision, resolved.precision),
-            ("dropout", model.get("dropout"), plan.model.dropout),
-            ("block_size", model.get("block_size"), plan.model.block_size)):
+            ("dropout", model.dropout, plan.model.dropout),
+            ("block_size", model.block_size, plan.model.block_size)):
         if old is not None and "auto" not in (old, new):
             before[name], now[name] = old, new
     changed = [name for name in before if before[name] != now[name]]

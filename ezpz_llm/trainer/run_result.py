@@ -6,9 +6,7 @@ import sys
 
 from ezpz_llm.launch.variables import ENDING
 from ezpz_llm.observe import (
-    Bubble,
     PythonProfile,
-    Straggler,
     breakdown_tables,
     final_text,
     plot_run,
@@ -18,6 +16,7 @@ from ezpz_llm.observe import (
 from ezpz_llm.observe.history import whole_history
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
+from ezpz_llm.rundir.summary_record import Bubble, Straggler
 from ezpz_llm.trainer.callbacks.memory_watch import MemoryWatch, memory_table
 from ezpz_llm.trainer.callbacks.profiles import StepProfile
 from ezpz_llm.trainer.callbacks.selfcheck import SelfChecks
@@ -87,7 +86,7 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None)
             print(memory_table(memory, rich=color))
     side.update_record(
         run_dir, val_loss=summary and summary.val_loss, summary=summary,
-        memory=memory and memory.as_record(), load_at_end=load_now())
+        memory=memory, load_at_end=load_now())
     side.attempt("report.html", lambda: write_own_page(run_dir, history))
     if summary is None:
         print(f"warning: {run_dir.metrics} contains no steps: no summary", flush=True)

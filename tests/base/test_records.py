@@ -28,6 +28,7 @@ class Record(Struct, frozen=True):
     size: Whole = 0
     inner: Inner | None = None
     counts: dict[str, int] = {}
+    lists: dict[str, list[dict[str, int]]] = {}
     names: list[str] = []
     kind: Literal["a", "b"] = "a"
     either: int | str | None = None
@@ -51,14 +52,20 @@ def test_members_of_another_version_are_ignored():
     ({"ranks": True}, "ranks is true, but must be a whole number or null"),
     ({"ranks": 0}, "ranks is 0, but must be 1 or more"),
     ({"ranks": 10**9}, "ranks is 1000000000, but must be 2,000,000 or less"),
-    ({"at": float("nan")}, "at is nan, but must be 0.0 or more"),
+    ({"at": float("nan")}, "at is nan, but must be 0 or more"),
     ({"size": 10**30}, "size is a number beyond 64 bits, but must be 9,223,372,036,854,775,807 or less"),
     ({"inner": {"path": "x", "pair": [1, "2"]}}, "inner.pair[1] is '2', but must be a whole number"),
     ({"inner": {}}, "inner.path is missing"),
     ({"inner": {"path": 3}}, "inner.path is 3, but must be a string"),
-    ({"counts": {"a": None}}, "counts[...] is a value of another type, but must be a whole number"),
+    ({"counts": {"a": None}}, "counts.a is null, but must be a whole number"),
+    ({"counts": {"a": 1, "b.c": 2, "d": "x", "e": "y"}}, "counts.d is 'x', but must be a whole number"),
+    ({"counts": {3: 1}}, "a key of counts must be a string"),
+    ({"lists": {"a": [{}], "b": [{"c": 1}, {"d": 1, "e": "x"}], "f": [{"g": "x"}]}},
+     "lists.b[1].e is 'x', but must be a whole number"),
+    ({"lists": {"\ud800": [{"a": 1}], "b": [1]}}, "lists.b[0] is 1, but must be an object"),
+    ({"size": "\ud800"}, "size is '?', but must be a whole number"),
     ({"names": [1]}, "names[0] is 1, but must be a string"),
-    ({"kind": "c"}, "kind is 'c': invalid enum value 'c'"),
+    ({"kind": "c"}, "kind is 'c', which this version does not support"),
     ({"either": 1.5}, "either is 1.5, but must be a whole number or a string or null"),
 ])
 def test_a_message_names_the_key_the_value_and_the_type(value, message):

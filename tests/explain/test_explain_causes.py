@@ -14,22 +14,22 @@ from ezpz_llm.base.records import as_record
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.split import slow_link, split_traces
+from ezpz_llm.explain.trainer_run import TrainerRun
 from ezpz_llm.explain.without_collectives import main
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.plots import bars_plot
-from ezpz_llm.rundir.records import RunRecord
+from ezpz_llm.rundir.records import Device, RunRecord
 
 
 def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",
           **config):
     layout = layout or Layout("zero1", "deepspeed", ZeroOptions(1))
-    return {"model": get_model_config("gpt2-124m"), "layout": layout, "optimizer": optimizer, "world_size": 2,
-            "batch": Batch(8 * accumulation, 4, accumulation, 2), "memory_bytes": memory_bytes,
-            "device": device, "precision": precision,
-            "config": {"save_every": 500, "eval_every": 250, "eval_tokens": 65536, "save_async": True,
-                       "log_every": 50, **config}}
+    return TrainerRun(get_model_config("gpt2-124m"), layout, Batch(8 * accumulation, 4, accumulation, 2), 2,
+                      {"save_every": 500, "eval_every": 250, "eval_tokens": 65536, "save_async": True,
+                       "log_every": 50, **config},
+                      precision, optimizer, Device(type=device, memory_bytes=memory_bytes))
 
 
 def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_", work="all_reduce",

@@ -14,11 +14,14 @@ from slowness import scaled
 
 from ezpz_llm.explain.diagnosis import _low_share_advice, diagnose
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
+from ezpz_llm.explain.trainer_run import TrainerRun
+from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
+from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.history import make_history
 from ezpz_llm.observe.machine_load import MachineLoad, load_now, recorded_load
 from ezpz_llm.rundir import RunDir, append_line
-from ezpz_llm.rundir.records import Environment, Load, RunRecord
+from ezpz_llm.rundir.records import Device, Environment, Load, RunRecord
 
 STEPS = 200
 
@@ -83,8 +86,13 @@ def test_few_steps_have_no_causes():
     assert step_times(make_history(rows(np.array([np.nan])), "x"), None) is None
 
 
+def trainer_run(**config):
+    return TrainerRun(get_model_config("gpt2-124m"), Layout("ddp", "ddp"), Batch(8, 4, 1, 2), 2, config, "fp32",
+                      "adamw", Device())
+
+
 def test_a_traced_run_gets_no_advice_to_trace():
-    run = {"model": object(), "config": {}, "layout": Layout("ddp", "ddp")}
+    run = trainer_run()
     assert _low_share_advice(run, is_traced=False)[-1].startswith("--trace-steps")
     advice = tuple(_low_share_advice(run, is_traced=True))
     assert StepTimes(0.1, 0.1, 0.1, peak_share=0.07, advice=advice).sentence().endswith(
@@ -92,9 +100,8 @@ def test_a_traced_run_gets_no_advice_to_trace():
 
 
 def test_advice_for_a_low_share_excludes_options_in_use():
-    compiled = {"model": object(), "config": {"compile": True}, "layout": Layout("ddp", "ddp")}
-    assert not any("--compile" in option for option in _low_share_advice(compiled, is_traced=False))
-    assert _low_share_advice({**compiled, "model": None}, is_traced=False) == []
+    assert "--compile" not in " ".join(_low_share_advice(trainer_run(compile=True), is_traced=False))
+    assert _low_share_advice(None, is_traced=False) == []
     assert StepTimes(0.1, 0.1, 0.1, peak_share=0.07).sentence().endswith("Most of a step is not spent in matmuls.")
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.certify.case import published_traffic
-from ezpz_llm.explain.diagnosis import read_run_facts
 from ezpz_llm.explain.events import subtract, total, union
 from ezpz_llm.explain.split import PAIRED, assign_exposed_time, find_waits
 from ezpz_llm.explain.trace import RankTrace, read_trace
+from ezpz_llm.explain.trainer_run import read_trainer_run
 from ezpz_llm.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
 from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import read_record
 
 _SCALAR = 8
@@ -113,12 +114,14 @@ def _issued(traces: list[RankTrace]) -> dict[tuple[int, ...], Issued]:
 
 
 def _textbook(folder: Path, ranks: int) -> float:
-    run = read_run_facts(folder, read_record(RunDir(folder)))
-    layout = run["layout"]
+    run_dir = RunDir(folder)
+    run = read_trainer_run(run_dir, read_record(run_dir), read_layout_record(run_dir))
+    assert run is not None
+    layout = run.layout
     # With tp or pp of 2, four ranks only have groups of two.
     group = ranks if layout.tp == layout.pp == 1 else 2
     volumes = {kind: textbook_bytes(kind, size, group)
-               for kind, size in published_traffic(layout, run["model"], run["batch"]).items()}
+               for kind, size in published_traffic(layout, run.model, run.batch).items()}
     both = sum(size for kind, size in volumes.items() if kind not in PAIRED)
     return both + max(volumes.get("send", 0.0), volumes.get("recv", 0.0))
 

@@ -168,6 +168,7 @@ def test_one_of_many_becomes_the_owner(tmp_path: Path, stale: bool) -> None:
 
 def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(owner, "HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(owner, "HEARTBEAT_INTERVAL_S", 0.3)
     file = _owned_by(tmp_path / "r", _ELSEWHERE)
     ended = threading.Event()
 

@@ -260,7 +260,7 @@ def test_a_check_prints_its_result_as_one_json_object(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("origin", Origin)
 def test_a_source_survives_a_round_trip(origin: Origin) -> None:
-    source = ValueSource(origin, "a/b" if "{}" in origin.value else "")
+    source = ValueSource(origin, "a/b", 10)
     assert ValueSource.from_record(source.as_record()) == source
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
+from ezpz_llm.rundir.records import read_record, update_record
+from ezpz_llm.rundir.value_source_record import Source
 from ezpz_llm.train import main
 from ezpz_llm.trainer import loop
 from ezpz_llm.trainer.options import parse
@@ -245,6 +247,23 @@ def test_a_complete_run_rejects_changed_options(six_steps):
     with pytest.raises(UserError, match="--eps 1e-06 differs from the run's 1e-07"):
         find_resume_point(parse([*six_steps, "--resume", "auto"]))
     assert not find_resume_point(parse(["--resume", run_dir, "--lr", "1e-2", "--steps", "9"])).complete
+
+
+@pytest.mark.parametrize(("source", "is_complete"), [
+    (Source("ds_config", "mine.json"), True), (Source("deepspeed_default", "mine.json"), True),
+    (Source("derived", "steps"), True), (Source("recipe", "gpt2-124m", scaled_to=6), True),
+    (Source("file", "mine.json"), False)])
+def test_a_complete_run_accepts_values_that_the_ds_config_overrides_again(tmp_path, source, is_complete):
+    (tmp_path / "c.yaml").write_text("beta2: 0.9\n")
+    words = ["--config", str(tmp_path / "c.yaml"), "--run-dir", str(tmp_path / "run"), "--resume", "auto",
+             "--save-every", "-1", "--steps", "6"]
+    update_record(RunDir(tmp_path / "run").create(), sources={"beta2": source}, steps=6,
+                  config={**asdict(parse(words).config), "beta2": 0.99})
+    if is_complete:
+        assert find_resume_point(parse(words)).complete
+    else:
+        with pytest.raises(UserError, match=r"beta2 0\.9 differs from the run's 0\.99"):
+            find_resume_point(parse(words))
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +17,7 @@ from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import most_logits_on
 from ezpz_llm.model.loss_chunk import choose_chunk
 from ezpz_llm.observe.tables import table
-from ezpz_llm.rundir.records import Memory as MemoryRecord
+from ezpz_llm.rundir.records import Memory
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
@@ -28,29 +27,6 @@ _SECONDARY: Kind = "secondary"
 _UNSHARDED = "whole"
 _NAMES: dict[str, str] = {"copy": "master weights", _SECONDARY: "second copy of parameters (hpZ)",
                           _UNSHARDED: "temporarily unsharded (fsdp2)"}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes by kind, each on the rank that uses most of it.
-
-    `measured` omits temporarily unsharded parameters, and activations on devices without memory counters.
-    `host_peak` is the largest peak resident size of a process.
-    """
-
-    expected: dict[str, int]
-    elsewhere: dict[str, int]
-    """Estimated bytes in CPU memory or in files instead of on the device."""
-    measured: dict[str, int]
-    peak: int
-    reserved: int | None
-    host_peak: int
-    device: str
-
-    def as_record(self) -> MemoryRecord:
-        """Return the value of `memory` in run.json."""
-        return MemoryRecord(expected={**self.expected}, elsewhere={**self.elsewhere}, measured={**self.measured},
-                            peak=self.peak, reserved=self.reserved, host_peak=self.host_peak)
 
 
 class MemoryWatch(Callback):
@@ -96,9 +72,10 @@ class MemoryWatch(Callback):
         expected[_UNSHARDED] = unsharded_bytes(resolved.layout, plan.model, resolved.precision,
                                                resolved.batch.accumulation)
         expected["activations"] = activation_bytes(resolved.layout, plan.model, _pass(plan, dist.device))
-        return Memory(expected,
-                      {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in shown},
-                      measured, peak, most_reserved if reserved is not None else None, host_peak, dist.device.type)
+        return Memory(
+            expected={**expected}, measured={**measured}, peak=peak, host_peak=host_peak,
+            elsewhere={kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in shown},
+            reserved=None if reserved is None else most_reserved)
 
 
 def memory_table(memory: Memory, rich: bool = False) -> str:
@@ -106,7 +83,7 @@ def memory_table(memory: Memory, rich: bool = False) -> str:
     states = sum(memory.expected.values()) + sum(memory.elsewhere.values())
     unit, size, digits = ("GB", 1e9, 2) if states >= 1e9 else ("MB", 1e6, 1)
 
-    def show(count: int | None) -> str:
+    def show(count: float | None) -> str:
         return "-" if count is None else f"{count / size:.{digits}f}"
 
     rows = []
