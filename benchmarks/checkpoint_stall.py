@@ -60,7 +60,7 @@ class Loop:
     def save(self, at_once: bool) -> dict[str, float]:
         """Save once, and take steps until the save is complete."""
         began = time.perf_counter()
-        self.saver.start(self.engine, {"step": self.step}, at_once=at_once)
+        self.saver.start(self.engine, checkpoint.Progress(step=self.step), at_once=at_once)
         saved = self.saver.finish() if at_once else None
         stall = time.perf_counter() - began
         while saved is None:

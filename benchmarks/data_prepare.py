@@ -149,7 +149,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             run = {"format": kind, "text_mb": text / 1e6} | prepare(corpus, work / f"{corpus.name}-shards", workers)
             run["mb_per_cpu_s"] = text / run["cpu_s"] / 1e6
             run["ratio_to_tiktoken"] = run["mb_per_cpu_s"] / tiktokens["mb_per_cpu_s"]
-            run["tokens"] = read_manifest(work / f"{corpus.name}-shards")["tokens"]
+            run["tokens"] = read_manifest(work / f"{corpus.name}-shards").tokens
             runs.append(run)
             print(f"{kind}, {workers} workers: {run['text_mb']:.0f} MB in {run['wall_s']:.1f} s, "
                   f"{run['mb_per_cpu_s']:.1f} MB a processor second ({run['ratio_to_tiktoken']:.2f} of tiktoken), "

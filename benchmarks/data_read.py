@@ -27,8 +27,8 @@ from ezpz_llm.rundir import write_json
 
 
 def drop_from_cache(data: TokenData) -> None:
-    for shard in data.manifest["splits"]["train"]["shards"]:
-        path = data.folder / shard["file"]
+    for shard in data.manifest.splits.train.shards:
+        path = data.folder / shard.file
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)

@@ -63,7 +63,7 @@ def measure(family: str, texts: list[str], corpus: Path, work: Path, tokens: int
                          progress=False)
         prepared.append(time.process_time() - began)
         data = TokenData.open(folder)
-        end = data.manifest["end_of_text"]
+        end = data.manifest.end_of_text
         expected = np.concatenate([[end, *found] for found in ids])
         same &= np.array_equal(np.concatenate([data.split("train")[:], data.split("val")[:]]), expected)
     found = {"family": family, "vocabulary": choose_tokenizer(str(file)).entry["vocab_size"], "text_mb": size / 1e6,

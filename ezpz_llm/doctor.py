@@ -28,12 +28,13 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             raise UserError("--json cannot be combined with --build-ops", instead="--build-ops or --json")
         return _build(options.build_ops or list(OPS))
+    from ezpz_llm.base.records import as_plain
     from ezpz_llm.check.doctor import run_checks
-    from ezpz_llm.check.findings import as_record, findings_text, is_fit, verdict
+    from ezpz_llm.check.findings import DoctorReport, findings_text, is_fit, verdict
 
     findings = run_checks(os.environ)
     if options.json:
-        print(json.dumps(as_record(findings), indent=2))
+        print(json.dumps(as_plain(DoctorReport(is_fit(findings), list(findings))), indent=2))
     else:
         print(findings_text(findings) + verdict("doctor", findings, f"{len(findings)} checks"))
     return 0 if is_fit(findings) else 1

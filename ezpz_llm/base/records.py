@@ -66,7 +66,7 @@ def as_plain(value: Any) -> Any:
 
 
 def _convert(kind: type[T], value: Any) -> T:
-    return msgspec.convert(value, kind, dec_hook=_decode)
+    return msgspec.convert(value, kind, str_keys=True, dec_hook=_decode)
 
 
 def _as_valid_text(value: Any) -> Any:

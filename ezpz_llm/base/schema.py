@@ -77,7 +77,7 @@ Epoch = Annotated[float, Range(0, LAST_SECOND)]
 """Seconds since 1970, up to the year 9999."""
 
 
-def as_dataclass(cls: type[T], value: Any, where: str, *, drop_unknown: bool = False) -> T:
+def as_dataclass(cls: type[T], value: Any, where: str) -> T:
     """Convert a parsed object to a dataclass, and validate it against the annotations of the fields.
 
     Supports nested dataclasses, `list`, `tuple`, `dict` and `Mapping` (JSON's string keys are converted if the
@@ -88,62 +88,61 @@ def as_dataclass(cls: type[T], value: Any, where: str, *, drop_unknown: bool = F
     Args:
         value: parsed value, as returned by `ezpz_llm.base.untrusted_input`.
         where: name of the file, for the message.
-        drop_unknown: ignore unknown keys, which a newer version may have written, instead of rejecting them.
 
     Raises:
         UserError: a value is invalid. The message names the key, the value, and the expected type.
     """
-    return _object(cls, value, where, "", drop_unknown)
+    return _object(cls, value, where, "")
 
 
 def as_type(kind: Any, value: Any, where: str, key: str = "") -> Any:
     """Validate a parsed value against an annotation such as `dict[str, list[int]]`. See `as_dataclass`."""
-    return _typed(kind, value, where, key, False)
+    return _typed(kind, value, where, key)
 
 
-def _typed(kind: Any, value: Any, where: str, key: str, drop: bool) -> Any:
+def _typed(kind: Any, value: Any, where: str, key: str) -> Any:
     if kind is Any or kind is object:
         return value
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        number = _typed(inside[0], value, where, key, drop)
+        number = _typed(inside[0], value, where, key)
         for bounds in inside[1:]:
             if isinstance(bounds, Range) and number not in bounds:
                 raise _invalid_value(key, value, str(bounds), where)
         return number
     if origin in (Union, types.UnionType):
-        return _union_member(inside, value, where, key, drop)
+        return _union_member(inside, value, where, key)
     if origin is Literal:
         if any(type(literal) is type(value) and literal == value for literal in inside):
             return value
         raise _invalid_value(key, value, " or ".join(map(repr, inside)), where)
     container = origin or kind
     if container in (list, tuple, Sequence):
-        return _sequence(container, inside, value, where, key, drop)
+        return _sequence(container, inside, value, where, key)
     if container in (dict, Mapping):
         if not isinstance(value, dict):
             raise _invalid_value(key, value, "an object", where)
         key_kind, value_kind = inside or (Any, Any)
-        return {_key(key_kind, name, where, key): _typed(value_kind, member, where, key_path(key, name), drop)
+        return {_key(key_kind, name, where, key): _typed(value_kind, member, where, key_path(key, name))
                 for name, member in value.items()}
     if is_typeddict(kind) or (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        return _object(kind, value, where, key, drop)
+        return _object(kind, value, where, key)
     return _scalar(kind, value, where, key)
 
 
-def _object(cls: Any, value: Any, where: str, key: str, drop: bool) -> Any:
+def _object(cls: Any, value: Any, where: str, key: str) -> Any:
     if not isinstance(value, dict):
         raise _invalid_value(key, value, "an object", where)
     fields, is_open = _fields(cls), is_typeddict(cls)
     for name in value:
-        if name not in fields and not (drop or is_open):
+        if name not in fields and not is_open:
             near = nearest_names(str(name), fields)
             raise UserError(f"unknown key {shorten_value(key_path(key, name))}", where=where,
                             instead=f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}")
     members = dict(value) if is_open else {}
     for name, (kind, is_required) in fields.items():
         if name in value:
-            members[name] = _typed(kind, value[name], where, key_path(key, name), drop)
+            members[name] = _typed(kind, value[name], where, key_path(key, name))
         elif is_required:
             raise UserError(f"{key_path(key, name)} is missing", where=where)
     return members if is_open else cls(**members)
@@ -159,22 +158,22 @@ def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
             for field in dataclasses.fields(cls) if field.init}
 
 
-def _union_member(kinds: Sequence[Any], value: Any, where: str, key: str, drop: bool) -> Any:
+def _union_member(kinds: Sequence[Any], value: Any, where: str, key: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     candidates = [kind for kind in kinds if kind is not type(None)]
     if len(candidates) == 1:
-        return _typed(candidates[0], value, where, key, drop)
+        return _typed(candidates[0], value, where, key)
     # Try the exact type first, so that 1 stays an int for `float | int`.
     for kind in sorted(candidates, key=lambda kind: type(value) is not kind):
         try:
-            return _typed(kind, value, where, key, drop)
+            return _typed(kind, value, where, key)
         except UserError:
             continue
     raise _invalid_value(key, value, " or ".join(map(_type_name, candidates)), where)
 
 
-def _sequence(container: Any, inside: Sequence[Any], value: Any, where: str, key: str, drop: bool) -> Any:
+def _sequence(container: Any, inside: Sequence[Any], value: Any, where: str, key: str) -> Any:
     if not isinstance(value, (list, tuple)):
         raise _invalid_value(key, value, "a list", where)
     if container is tuple and inside and inside[-1] is not Ellipsis:
@@ -183,7 +182,7 @@ def _sequence(container: Any, inside: Sequence[Any], value: Any, where: str, key
         kinds: Sequence[Any] = inside
     else:
         kinds = [inside[0] if inside else Any] * len(value)
-    members = [_typed(kind, member, where, f"{key}[{index}]", drop)
+    members = [_typed(kind, member, where, f"{key}[{index}]")
                for index, (kind, member) in enumerate(zip(kinds, value, strict=True))]
     return tuple(members) if container is tuple else members
 
@@ -193,7 +192,7 @@ def _key(kind: Any, name: Any, where: str, key: str) -> Any:
         if isinstance(name, str) and name.isdecimal() and name.isascii() and len(name) < 19:
             return int(name)
         raise _invalid_value(key_path(key, name), name, "a whole number as the key", where)
-    return _typed(kind, name, where, key, False)
+    return _typed(kind, name, where, key)
 
 
 def _scalar(kind: Any, value: Any, where: str, key: str) -> Any:

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from ezpz_llm import checkpoint
+from ezpz_llm.base.records import as_record
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
 from ezpz_llm.certify.copies import differing_copies
 from ezpz_llm.certify.injected_faults import find_fault
+from ezpz_llm.certify.records import CaseResult, MemoryPart, RankCollectives, ReferenceSummary, SummaryNoise
 from ezpz_llm.certify.reference import (
     Reference,
     Trajectory,
@@ -54,16 +57,13 @@ Collectives are counted in the next step.
 """
 
 
-def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, Any]:
+def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> CaseResult:
     """Run a case and compare it with the reference. Collective.
 
     Every rank gets the same result, except for `seconds`.
 
     Args:
         root: directory below which `make_reference` wrote the reference of this model, dtype and number of steps.
-
-    Returns:
-        The case with its numbers, `failures` (one line per kind of finding that failed) and `passed`.
     """
     if case.fault and find_fault(case.fault).shared:
         return certify_shared_fault(case, dist)
@@ -78,30 +78,41 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
     expected = expected_numbers(reference, config)
     findings = {**verdict.findings(measured, expected, config.n_layer, case.dtype),
                 "format": dtype_findings(resolved, config, case.world, observed)}
-    return {**make_result(case, findings, verdict.failures(findings), measured, expected, reference),
-            "batch": asdict(resolved.batch), "parameters": parameter_count(config), **observed,
-            **theoretical_numbers(resolved, config, case.world), "seconds": time.perf_counter() - began}
+    arithmetic, textbook = theoretical_numbers(resolved, config, case.world)
+    return replace(make_result(case, findings, verdict.failures(findings), measured, expected, reference, began),
+                   batch=resolved.batch, parameters=parameter_count(config),
+                   collectives=observed.collectives, memory=observed.memory, arithmetic=arithmetic,
+                   textbook=textbook)
 
 
 def make_result(case: Case, findings: dict[str, list[verdict.Finding]], failures: list[str],
-                measured: verdict.Numbers, expected: verdict.Numbers, reference: Reference) -> dict[str, Any]:
-    """Return the result of a case: its verdict and the compared numbers."""
-    return {
-        **asdict(case), "passed": not failures, "failures": failures,
-        "kinds": [kind for kind, entries in findings.items() if any(finding.failed for finding in entries)],
-        "worst": verdict.as_json(findings), "losses": measured["losses"], "held_out": measured["held_out"],
-        "norms": [ranks[0] for ranks in measured["norms"]],
-        "reference": {"losses": reference.losses, "held_out": reference.held_out, "norms": reference.norms,
-                      "noise": {"loss": reference.noise["loss"], "norm": reference.noise["norm"]},
-                      "sight": verdict.sensitivity(expected), "zero_by_symmetry": reference.symmetric,
-                      "one_process": reference.one_process},
-        "by_parameter": {kind: {finding.what: [finding.value, finding.bound] for finding in findings[kind]}
-                         for kind in ("gradient", "weight")},
-    }
+                measured: verdict.Numbers, expected: verdict.Numbers, reference: Reference,
+                began: float) -> CaseResult:
+    """Return the result of a case that began at `began`: its verdict and the compared numbers."""
+    noise = reference.noise
+    return CaseResult(
+        **asdict(case), passed=not failures, failures=failures,
+        kinds=[kind for kind, entries in findings.items() if any(finding.failed for finding in entries)],
+        worst=verdict.worst_by_kind(findings), losses=measured["losses"], held_out=measured["held_out"],
+        norms=[ranks[0] for ranks in measured["norms"]],
+        reference=ReferenceSummary(
+            losses=reference.losses, held_out=reference.held_out, norms=reference.norms,
+            noise=SummaryNoise(noise.loss, noise.norm), sight=verdict.sensitivity(expected),
+            zero_by_symmetry=reference.symmetric, one_process=reference.one_process),
+        by_parameter={kind: {finding.what: (finding.value, finding.bound) for finding in findings[kind]}
+                      for kind in ("gradient", "weight")},
+        seconds=time.perf_counter() - began)
+
+
+class Observed(NamedTuple):
+    """Measured collectives and memory, by rank."""
+
+    collectives: list[RankCollectives]
+    memory: list[dict[str, int]]
 
 
 def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, reference: Reference, seed: Path,
-         steps: int) -> tuple[verdict.Numbers, dict[str, Any]]:
+         steps: int) -> tuple[verdict.Numbers, Observed]:
     fault = find_fault(case.fault) if case.fault else None
     if fault is not None and fault.settings is not None:
         resolved = fault.settings(resolved)
@@ -132,26 +143,25 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     measured["losses"] = [sum(losses) / len(ranks) for losses in zip(*(rank[0] for rank in ranks), strict=True)]
     measured["norms"] = list(zip(*(rank[1] for rank in ranks), strict=True))
     measured["held_out"] = trajectory.held_out
-    return measured, {"collectives": by_ranks([rank[2] for rank in ranks]), "memory": [rank[3] for rank in ranks]}
+    collectives = as_record(list[RankCollectives], by_ranks([rank[2] for rank in ranks]), "collectives")
+    return measured, Observed(collectives, [rank[3] for rank in ranks])
 
 
-def theoretical_numbers(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, Any]:
+def theoretical_numbers(resolved: Resolved, config: ModelConfig,
+                        world: int) -> tuple[list[MemoryPart], dict[str, int]]:
     """Return the calculated numbers of a result: estimated memory, and traffic as in `published_traffic`."""
     precision, gradients = resolved.precision, resolved.gradients
-    return {"arithmetic": [asdict(part) for part in memory_per_rank(resolved.layout, config, world,
-                                                                    precision=precision, gradients=gradients)],
-            "textbook": published_traffic(resolved.layout, config, resolved.batch, precision, gradients)}
+    parts = memory_per_rank(resolved.layout, config, world, precision=precision, gradients=gradients)
+    return ([MemoryPart(part.kind, part.where, part.bytes) for part in parts],
+            published_traffic(resolved.layout, config, resolved.batch, precision, gradients))
 
 
 def dtype_findings(resolved: Resolved, config: ModelConfig, world: int,
-                   observed: Mapping[str, Any]) -> list[verdict.Finding]:
+                   observed: Observed) -> list[verdict.Finding]:
     """Check that gradients are reduced and held in at least as many bytes as the requested dtypes need.
 
     Checked only for recipes with master weights: the rounding noise of their bf16 matmuls would hide gradients that
     were summed in bf16 instead of fp32.
-
-    Args:
-        observed: measured "collectives" and "memory", by rank.
     """
     layout, batch, gradients = resolved.layout, resolved.batch, resolved.gradients
     if not RECIPES[resolved.precision].has_masters:
@@ -164,12 +174,11 @@ def dtype_findings(resolved: Resolved, config: ModelConfig, world: int,
     for name, size in expected.items():
         by_kind[name.partition(" (")[0]] += size  # names may have a suffix: "reduce_scatter (2 ranks)"
     needed_reduced = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
-    actual_reduced = max(sum(group["kinds"].get(kind, {"bytes": 0})["bytes"]
-                             for kind in ("all_reduce", "reduce_scatter"))
-                         for group in observed["collectives"])
+    actual_reduced = max(sum(group.kinds[kind].bytes for kind in ("all_reduce", "reduce_scatter")
+                             if kind in group.kinds) for group in observed.collectives)
     parts = memory_per_rank(layout, config, world, precision=resolved.precision, gradients=gradients)
     needed_held = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
-    actual_held = max(rank["gradients"] for rank in observed["memory"])
+    actual_held = max(rank["gradients"] for rank in observed.memory)
     return [verdict.Finding(f"the number of {label} gradient bytes", max(0, need - count), 0.0,
                             f": {count} of {need}")
             for label, count, need in (("reduced", actual_reduced, needed_reduced),

@@ -9,9 +9,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from ezpz_llm.base import UserError, read_json
+from ezpz_llm.base.records import as_record
 from ezpz_llm.certify.cases import Work, parser, plan
 from ezpz_llm.certify.local_launches import read_reference_error, read_results, run_cases
 from ezpz_llm.certify.recheck import compare, read_certificate
+from ezpz_llm.certify.records import CertificateRecord
 from ezpz_llm.certify.report import conclude
 from ezpz_llm.launch.ranks import ALONE, find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
@@ -59,7 +61,8 @@ def _recheck(options: Namespace, began: float) -> int:
     run_dir = rerun_options.run_dir = (options.run_dir or default_run_dir("recheck").path).absolute()
     rerun_options.json, rerun_options.write_docs = options.json, False
     _run_locally(plan(rerun_options), rerun_options, certificate.arguments, began)
-    holds, message = compare(certificate, read_json(run_dir / "certify.json"))
+    path = run_dir / "certify.json"
+    holds, message = compare(certificate, as_record(CertificateRecord, read_json(path), str(path)))
     print(message, flush=True)
     return 0 if holds else 1
 

@@ -18,7 +18,9 @@ from importlib import import_module
 from pathlib import Path
 
 from ezpz_llm.base import EXIT_IDLE, UserError
-from ezpz_llm.certify.local_launches import Definition, definitions_file, read_definition_outcomes
+from ezpz_llm.base.records import as_plain
+from ezpz_llm.certify.local_launches import definitions_file, read_definition_outcomes
+from ezpz_llm.certify.records import Definition
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.rundir import write_json
 
@@ -49,8 +51,8 @@ def check_definitions(root: Path) -> None:
             code = EXIT_IDLE
         output.seek(0)
         lines = output.read().strip().splitlines()
-    problems = [f"{topic['what']}: {topic['wrong']}" for topic in read_definition_outcomes(root)
-                if topic["wrong"] is not None]
+    problems = [f"{topic.what}: {topic.wrong}" for topic in read_definition_outcomes(root)
+                if topic.wrong is not None]
     if code and not problems:
         last = lines[-1] if lines else "startup"
         problems = [f"the checks did not finish within {LIMIT_S} s (last: {last})" if code == EXIT_IDLE
@@ -71,11 +73,11 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:  # broken code may raise anything
             traceback.print_exc()
             problem = f"{type(error).__name__}: {error}"
-        checked.append({"what": topic, "wrong": problem, "seconds": round(time.monotonic() - began, 2)})
+        checked.append(Definition(topic, problem, round(time.monotonic() - began, 2)))
         if problem is not None:
             break
-    write_json(Path(argv[0]), checked)
-    return int(checked[-1]["wrong"] is not None)
+    write_json(Path(argv[0]), as_plain(checked))
+    return int(checked[-1].wrong is not None)
 
 
 

@@ -6,12 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
 
-from ezpz_llm.base import UserError, as_dataclass, as_type, read_json
+from msgspec import Struct
+
+from ezpz_llm.base import UserError, read_json
+from ezpz_llm.base.records import Rank, as_plain, as_record
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.certify.injected_faults import find_fault
+from ezpz_llm.certify.records import CaseResult, Definition, Refused
 from ezpz_llm.certify.target_file import TargetFile
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.rundir import RunDir, append_line, read_lines, write_json
@@ -25,7 +28,7 @@ _IDLE_S = 240
 def run_cases(work: Work, root: Path) -> Environment | None:
     """Run all cases and return the `run_environment` of the ranks; None if none were set up.
 
-    Results are appended to `results_file(root)`. If the single-process reference is wrong or cannot be computed,
+    Results are appended to cells.jsonl. If the single-process reference is wrong or cannot be computed,
     `write_reference_error` records the reason and no further case runs. A case that ends its launch fails, and a
     new launch runs the remaining cases.
     """
@@ -53,8 +56,8 @@ def run_cases(work: Work, root: Path) -> Environment | None:
             # If setup failed (too few devices, for example), it will fail for the other cases too.
             failed = cases[:1] if environment_of_ranks else cases
             for case in failed:
-                append_line(results_file(root), {**asdict(case), "passed": False, "failures": [reason],
-                                                 "kinds": ["error"], "worst": {}, "seconds": 0.0})
+                add_result(root, CaseResult(**asdict(case), passed=False, failures=[reason], kinds=["error"],
+                                            worst={}, seconds=0.0))
                 print(f"{case.title}: FAILED\n    {reason}", flush=True)
             cases = cases[len(failed):]
     return environment
@@ -82,9 +85,15 @@ def _launch(job: Job, world: int, folder: Path) -> int:
     return run_launch(command, limit_s=limit, end_within_s=30.0)
 
 
-class _Failure(TypedDict):
-    rank: int
+class Failure(Struct, frozen=True, omit_defaults=True):
+    """Error of a rank, and the task that it ended: a reference, the definition checks, or a case."""
+
+    rank: Rank
     error: str
+    traceback: str = ""
+    reference: str | None = None
+    definitions: str | None = None
+    case: Case | None = None
 
 
 def _collect_failure(root: Path, code: int, folder: Path) -> str:
@@ -94,10 +103,10 @@ def _collect_failure(root: Path, code: int, folder: Path) -> str:
     """
     failed = []
     for path in sorted((root / "failed").glob("rank*.json")):
-        failed.append(as_type(_Failure, read_json(path), str(path)))
+        failed.append(as_record(Failure, read_json(path), str(path)))
         path.rename(folder / path.name)
     if failed:
-        return f"{failed[0]['error']} (rank {failed[0]['rank']}; see {folder})"
+        return f"{failed[0].error} (rank {failed[0].rank}; see {folder})"
     return f"the ranks ended with exit code {code}; {to_typable(f'ezpz-llm why {folder}')}"
 
 
@@ -114,28 +123,28 @@ class Job:
 
     def write(self, path: Path) -> None:
         """Write the job file."""
-        write_json(path, {**asdict(self), "root": str(self.root)})
+        write_json(path, as_plain(self))
 
     @classmethod
     def read(cls, path: Path) -> Job:
         """Read a job file."""
-        return as_dataclass(cls, read_json(path), str(path))
+        return as_record(cls, read_json(path), str(path))
 
 
-def results_file(root: Path) -> Path:
+def _results_file(root: Path) -> Path:
     """Return the path of the results file, which has one JSON object per case and line."""
     return root / "cells.jsonl"
 
 
 def write_reference_error(root: Path, why: UserError) -> None:
     """Record why the single-process reference is not usable, so that no layout is compared with it."""
-    write_json(_reference_error_file(root), {"why": why.found, "instead": why.instead or ""})
+    write_json(_reference_error_file(root), as_plain(Refused(why.found, why.instead or "")))
 
 
-def read_reference_error(root: Path) -> dict[str, str] | None:
-    """Return the recorded error of the reference ("why") and its fix ("instead"), or None if there is none."""
+def read_reference_error(root: Path) -> Refused | None:
+    """Return the recorded error of the reference and its fix, or None if there is none."""
     path = _reference_error_file(root)
-    return as_type(dict[str, str], read_json(path), str(path)) if path.is_file() else None
+    return as_record(Refused, read_json(path), str(path)) if path.is_file() else None
 
 
 def _reference_error_file(root: Path) -> Path:
@@ -152,14 +161,6 @@ def reference_file(root: Path, model: str, dtype: str, steps: int, world: int | 
     return root / "reference" / f"{model}-{dtype}-{steps}{ranks}" / "reference.json"
 
 
-class Definition(TypedDict):
-    """Outcome of a topic of `definitions.TOPICS`: the error (or None), and the duration."""
-
-    what: str
-    wrong: str | None
-    seconds: float
-
-
 def definitions_file(root: Path) -> Path:
     """Return the path of the file with the outcomes of the definition checks."""
     return root / "reference" / "definitions.json"
@@ -168,12 +169,18 @@ def definitions_file(root: Path) -> Path:
 def read_definition_outcomes(root: Path) -> list[Definition]:
     """Return the outcomes of the definition checks in order, or an empty list if they have not run."""
     path = definitions_file(root)
-    return as_type(list[Definition], read_json(path), str(path)) if path.is_file() else []
+    return as_record(list[Definition], read_json(path), str(path)) if path.is_file() else []
 
 
-def read_results(root: Path) -> list[dict[str, Any]]:
+def add_result(root: Path, result: CaseResult) -> None:
+    """Append the result of a case to the results file."""
+    append_line(_results_file(root), as_plain(result))
+
+
+def read_results(root: Path) -> list[CaseResult]:
     """Return the results of the cases that have run."""
-    return list(read_lines(results_file(root)))
+    path = _results_file(root)
+    return [as_record(CaseResult, line, str(path)) for line in read_lines(path)]
 
 
 def needed_references(cases: Sequence[Case]) -> tuple[tuple[str, str], ...]:

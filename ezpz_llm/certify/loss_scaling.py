@@ -67,8 +67,8 @@ def _check_scale_updates(settings: DynamicScale) -> Iterator[str]:
     expected_history = _expected_scales(finite.tolist(), settings)
     for number, (verdict, expected) in enumerate(zip(finite, expected_history, strict=True)):
         if number == _RESUMED_STEP:
-            state, scale = scale.state_dict(), LossScale(settings)
-            scale.load_state_dict(state)
+            state, scale = scale.state(), LossScale(settings)
+            scale.restore(state)
         scale.update(bool(verdict))
         if scale.scale != expected:
             yield (f"after {number + 1} steps of {settings} the scale is {scale.scale:g}, not {expected:g}: "
@@ -160,9 +160,9 @@ def _check_resume(engine: Engine, fresh: Engine, single: Dist) -> Iterator[str]:
     engine._scale, fresh._scale = (LossScale(DynamicScale(start=start)) for start in (SCALE, 2 * SCALE))
     for _ in range(3):
         engine._scale.update(True)
-    checkpoint.save(engine, single, single.run_dir, {"step": 1})
+    checkpoint.save(engine, single, single.run_dir, checkpoint.Progress(step=1))
     checkpoint.load(checkpoint.find(single.run_dir.path), fresh, single)
-    loaded, saved = fresh._scale.state_dict(), engine._scale.state_dict()
+    loaded, saved = fresh._scale.state(), engine._scale.state()
     if loaded != saved:
         yield f"after a resume the loss scale is {loaded}, not {saved}"
 

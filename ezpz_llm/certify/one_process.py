@@ -17,6 +17,7 @@ from torch import Tensor
 from ezpz_llm.base import UserError
 from ezpz_llm.certify import plain_step, recipe
 from ezpz_llm.certify.plain_step import ARITHMETIC, MicroBatch, Settings, State, Tensors
+from ezpz_llm.certify.records import LargestRatio
 from ezpz_llm.certify.verdict import Finding, backward_order
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.model.config import ModelConfig
@@ -174,9 +175,9 @@ def raise_if_failed(comparisons: Sequence[Comparison], what: str, which: str) ->
                         instead="fix this first: every layout is compared with the single process")
 
 
-def worst_by_phase(comparisons: Sequence[Comparison]) -> dict[str, dict[str, object]]:
+def worst_by_phase(comparisons: Sequence[Comparison]) -> dict[str, LargestRatio]:
     """Return each phase's comparison with the largest ratio, for certify.json."""
-    return {phase: {"what": str(top), "ratio": top.finding.ratio, "compared": len(part)}
+    return {phase: LargestRatio(str(top), top.finding.ratio, len(part))
             for phase in PHASES if (part := [comparison for comparison in comparisons if comparison.phase == phase])
             for top in (max(part, key=lambda comparison: comparison.finding.ratio),)}
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base import UserError, as_type, read_json
+from ezpz_llm.base import UserError, read_json
+from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.certify import one_process, recipe
 from ezpz_llm.certify.local_launches import reference_file
 from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State, cosine_rate
 from ezpz_llm.certify.recipe import Rows
+from ezpz_llm.certify.records import LargestRatio, Noise, ReferenceNumbers
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.backends import DEVICES
@@ -44,24 +47,6 @@ _NOISE_ACCUMULATIONS = (8, 1, 4)
 """Micro-steps of each run that measures noise. The reference has recipe.ACCUMULATION."""
 
 
-class Noise(TypedDict):
-    """Baseline noise: differences between single-process runs that sum in another order, by quantity."""
-
-    loss: float
-    norm: list[float]
-    gradient: dict[str, float]
-    weight: dict[str, float]
-
-
-class _Numbers(TypedDict):
-    losses: list[float]
-    norms: list[float]
-    held_out: float
-    noise: Noise
-    symmetric: dict[str, float]
-    one_process: dict[str, dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class Reference:
     """Losses, gradient norms, tensors and baseline noise of one process.
@@ -81,7 +66,7 @@ class Reference:
     held_out: float
     noise: Noise
     symmetric: dict[str, float]
-    one_process: dict[str, dict[str, Any]]
+    one_process: dict[str, LargestRatio]
     tensors: dict[str, Tensor]
 
 
@@ -121,9 +106,9 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
         reordered, _ = one_process.compare_steps(observed, dtype, spread)
         one_process.raise_if_failed(reordered, INCONSISTENT, f"{model} {dtype} in {accumulation} micro-steps")
     save_file(tensors, folder / "tensors.safetensors")
-    write_json(numbers, {
-        **asdict(trajectory), "noise": baseline_noise(config, trajectory, tensors, repetitions),
-        "symmetric": _symmetric_shares(config, tensors), "one_process": one_process.worst_by_phase(comparisons)})
+    write_json(numbers, as_plain(ReferenceNumbers(
+        **asdict(trajectory), noise=baseline_noise(config, trajectory, tensors, repetitions),
+        symmetric=_symmetric_shares(config, tensors), one_process=one_process.worst_by_phase(comparisons))))
 
 
 def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -153,8 +138,8 @@ def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
 def read_reference(root: Path, model: str, dtype: str, steps: int, world: int | None = None) -> Reference:
     """Read the reference of `make_reference`, or with `world` that of `make_target_reference` for this size."""
     path = reference_file(root, model, dtype, steps, world)
-    numbers: _Numbers = as_type(_Numbers, read_json(path), str(path))
-    return Reference(**numbers, tensors=load_file(path.with_name("tensors.safetensors")))
+    numbers = as_record(ReferenceNumbers, read_json(path), str(path))
+    return Reference(**msgspec.structs.asdict(numbers), tensors=load_file(path.with_name("tensors.safetensors")))
 
 
 def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:
@@ -181,7 +166,7 @@ def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation
                                clip=recipe.CLIP, precision=dtype, device=single.device.type))
     engine = make_engine(config, resolved, single, loss_chunk=0)
     if seed_folder is not None:
-        checkpoint.save(engine, single, RunDir(seed_folder), {"step": 0})
+        checkpoint.save(engine, single, RunDir(seed_folder), checkpoint.Progress(step=0))
     data: list[np.ndarray] = []
     states: list[State] = [state_of(engine)]
 

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from ezpz_llm.base import as_type, count_noun, read_json
+from ezpz_llm.base import count_noun, read_json
+from ezpz_llm.base.records import as_record
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.case import expected_numbers, make_result
 from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.copies import differing_copies
 from ezpz_llm.certify.local_launches import Job, reference_file
+from ezpz_llm.certify.records import CaseResult, TargetProperties
 from ezpz_llm.certify.reference import Reference, compare, free_memory, read_reference
 from ezpz_llm.certify.target_file import ACCUMULATION, SAME, load
-from ezpz_llm.certify.target_reference import STATISTIC, TargetProperties, gradient_scale, scaled_ds_config
+from ezpz_llm.certify.target_reference import STATISTIC, gradient_scale, scaled_ds_config
 from ezpz_llm.certify.target_resume import MidRunCheckpoints, WeightSlices, compare_resumed, copy_weights, resume
 from ezpz_llm.certify.target_run import Batches, Observations, mean_held_out, mean_losses, train, wrap_target
 from ezpz_llm.certify.verdict import Finding
@@ -41,7 +44,7 @@ class _Count(Finding):
         return f"{count_noun(int(self.value), self.what)}{self.detail}"
 
 
-def certify_target(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
+def certify_target(case: Case, job: Job, dist: Dist) -> CaseResult:
     """Train a layout with the target's functions, resume it, and compare both runs with the reference.
 
     Collective; every rank gets the same result.
@@ -52,25 +55,24 @@ def certify_target(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
     began = time.perf_counter()
     reference = read_reference(job.root, case.model, case.dtype, job.steps, case.world)
     path = reference_file(job.root, case.model, case.dtype, job.steps, case.world).with_name("about.json")
-    about: TargetProperties = as_type(TargetProperties, read_json(path), str(path))
+    about = as_record(TargetProperties, read_json(path), str(path))
     checkpoints = MidRunCheckpoints(case, job, dist)
     run = _train(case, job, dist, reference, about, checkpoints)
     free_memory(dist.device)
     measured, expected = run.numbers, expected_numbers(reference, None)
-    findings = {"data": _data_findings(run.drawn, about["batches"]),
+    findings = {"data": _data_findings(run.drawn, about.batches),
                 **verdict.findings(measured, expected, 0, case.dtype),
                 "statistics": _statistics_findings(run.statistics, reference, about),
-                "random": _random_findings(run.all_ranks, about["drops"]),
+                "random": _random_findings(run.all_ranks, about.drops),
                 "evaluation": _evaluation_findings(run.all_ranks)}
-    resumed = resume(case, job, dist, run.ds_config, about["clip"], checkpoints)
+    resumed = resume(case, job, dist, run.ds_config, about.clip, checkpoints)
     free_memory(dist.device)
     findings["resume"] = compare_resumed(dist, reference, (run.seen, run.weights), resumed)
     failures = [*verdict.failures(findings, PHASES),
                 *_likely_causes(findings, measured, expected, dist.mesh.dp_size)]
     checkpoints.close(passed=not failures)
-    return {**make_result(case, findings, failures, measured, expected, reference),
-            "parameters": about["parameters"], "clip": about["clip"], "resumed_from": checkpoints.loaded,
-            "seconds": time.perf_counter() - began}
+    return replace(make_result(case, findings, failures, measured, expected, reference, began),
+                   parameters=about.parameters, clip=about.clip, resumed_from=checkpoints.loaded)
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,10 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: Target
            checkpoints: MidRunCheckpoints) -> _Run:
     assert job.target is not None
     target = load(job.target)
-    file = scaled_ds_config(job.root / "ds_configs", case.layout, case.dtype, about["parameters"],
+    file = scaled_ds_config(job.root / "ds_configs", case.layout, case.dtype, about.parameters,
                            write=dist.is_main)
     dist.barrier()
-    model = wrap_target(target, dist, file, ACCUMULATION, about["clip"])
+    model = wrap_target(target, dist, file, ACCUMULATION, about.clip)
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
     measured: verdict.Numbers = {"first": compare(model.engine, None, reference, "weight", "first", dist)}
 
@@ -109,7 +111,7 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: Target
         """Compare the gradients of the first step, and save a checkpoint in the middle of the run."""
         if step == 0:
             measured["gradient"] = compare(model.engine, None, reference, "exp_avg", "gradient", dist,
-                                           scale=gradient_scale(model.optimizer, about["clip"], trajectory))
+                                           scale=gradient_scale(model.optimizer, about.clip, trajectory))
         if step == checkpoints.step - 1:
             checkpoints.save(model)
 
@@ -143,7 +145,7 @@ def _statistics_findings(apart: dict[str, float], reference: Reference, about: T
     findings = []
     for name, value in apart.items():
         size = reference.tensors[f"{STATISTIC}{name}"].norm().item() or 1.0
-        bound = max(_MIN_STATISTIC, verdict.FACTOR * about["statistics"][name] / size)
+        bound = max(_MIN_STATISTIC, verdict.FACTOR * about.statistics[name] / size)
         findings.append(Finding(name, value / size, bound, " (relative)"))
     return findings
 

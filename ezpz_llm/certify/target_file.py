@@ -6,12 +6,12 @@ import ast
 import hashlib
 import importlib.util
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ezpz_llm.base import UserError, read_bytes, unknown_name_error
 from ezpz_llm.certify import recipe, verdict
+from ezpz_llm.certify.records import Basis, TargetRecord
 from ezpz_llm.library.target import Target
 
 ACCUMULATION = 3
@@ -97,16 +97,14 @@ def load(file: TargetFile) -> Target:
     return target
 
 
-def basis(file: TargetFile, steps: int) -> dict[str, Any]:
+def basis(file: TargetFile, steps: int) -> Basis:
     """Return the target file, the recipe and the constants of the bounds of a target's certificate."""
-    return {
-        "target": {**asdict(file), "path": Path(file.path).name},
-        "recipe": {"steps": steps, "epochs": 2, "accumulation": ACCUMULATION, "clip_share": CLIP_SHARE,
-                   "rates": [recipe.rate_factor(step, steps) for step in range(steps)],
-                   "seed": recipe.SEED, "data_seed": recipe.DATA_SEED,
-                   "default_optimizer": {"lr": recipe.PEAK_LR, "betas": recipe.BETAS, "eps_share": EPS_SHARE,
-                                         "weight_decay": recipe.WEIGHT_DECAY}},
-        "bounds": {"rounding": verdict.ROUNDING, "k": verdict.K, "factor": verdict.FACTOR,
-                   "least_loss": verdict.MIN_LOSS, "same": SAME,
-                   "resumed": RESUMED},
-    }
+    return Basis(
+        target=TargetRecord(path=Path(file.path).name, function=file.function, sha256=file.sha256),
+        recipe={"steps": steps, "epochs": 2, "accumulation": ACCUMULATION, "clip_share": CLIP_SHARE,
+                "rates": [recipe.rate_factor(step, steps) for step in range(steps)],
+                "seed": recipe.SEED, "data_seed": recipe.DATA_SEED,
+                "default_optimizer": {"lr": recipe.PEAK_LR, "betas": recipe.BETAS, "eps_share": EPS_SHARE,
+                                      "weight_decay": recipe.WEIGHT_DECAY}},
+        bounds={"rounding": verdict.ROUNDING, "k": verdict.K, "factor": verdict.FACTOR,
+                "least_loss": verdict.MIN_LOSS, "same": SAME, "resumed": RESUMED})

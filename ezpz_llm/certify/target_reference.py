@@ -6,17 +6,19 @@ import json
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TypedDict
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify import verdict
 from ezpz_llm.certify.cases import scaled_down
 from ezpz_llm.certify.local_launches import Job, reference_file
 from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, state_of
+from ezpz_llm.certify.records import ReferenceNumbers, TargetProperties
 from ezpz_llm.certify.reference import baseline_noise, reordered_sums, single_rank_world
 from ezpz_llm.certify.target_file import ACCUMULATION, CLIP_SHARE, SAME, load
 from ezpz_llm.certify.target_run import Batches, Observations, fresh_module, train, wrap_target
@@ -31,21 +33,6 @@ STATISTIC = "statistic/"
 """Prefix of running statistics (after the last step) in the tensors of a reference."""
 _ROUNDING_ALONE = 1e-6
 """Share of the global gradient norm. A smaller gradient that depends on the summation order is only rounding."""
-
-
-class TargetProperties(TypedDict):
-    """Properties of a target that all layouts need.
-
-    `clip` is the gradient clip, `parameters` is the number of parameters, `drops` is True if the module had
-    dropout before `fresh_module` disabled it, `batches` are the samples of each micro-batch, and `statistics` is
-    the baseline noise by running statistic.
-    """
-
-    clip: float
-    parameters: int
-    drops: bool
-    batches: dict[int, list[str]]
-    statistics: dict[str, float]
 
 
 def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
@@ -86,16 +73,16 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
             repetitions.append(_run(batches(whole.size if in_parts else dp_size, order), single, dtype, clip))
     noise = baseline_noise(None, whole_run, tensors, repetitions)
     if whole_run.rounded:  # bf16 losses are so coarse that runs may agree by chance
-        noise["loss"] = max(noise["loss"], verdict.ROUNDING[dtype] * max(map(abs, whole_run.losses)))
+        noise = replace(noise, loss=max(noise.loss, verdict.ROUNDING[dtype] * max(map(abs, whole_run.losses))))
     about = TargetProperties(clip=clip, parameters=sum(value.numel() for value in plain.values()),
                              drops=has_dropout, batches=whole.seen,
                              statistics={name: max(
                                  (run[f"{STATISTIC}{name}"] - tensors[f"{STATISTIC}{name}"]).norm().item()
                                  for _, run in repetitions) for name in statistics_of(module)})
-    write_json(path.with_name("about.json"), dict(about))
+    write_json(path.with_name("about.json"), as_plain(about))
     save_file(tensors, path.with_name("tensors.safetensors"))
-    write_json(path, {"losses": whole_run.losses, "norms": whole_run.norms, "held_out": whole_run.held_out,
-                      "noise": noise, "symmetric": {}, "one_process": {}})
+    write_json(path, as_plain(ReferenceNumbers(whole_run.losses, whole_run.norms, whole_run.held_out, noise,
+                                               symmetric={}, one_process={})))
 
 
 def _check_ties(module: nn.Module) -> None:

@@ -50,12 +50,13 @@ class MidRunCheckpoints:
 
     def save(self, model: Wrapped) -> None:
         """Save the case's checkpoint. Collective."""
-        checkpoint.save(model.engine, self._dist, RunDir(self.own), {"step": self.step, "case": self._layout})
+        progress = checkpoint.Progress(step=self.step, more={"case": self._layout})
+        checkpoint.save(model.engine, self._dist, RunDir(self.own), progress)
 
     def load(self, model: Wrapped) -> None:
         """Load the checkpoint of the last case that passed, or the case's own if there is none. Collective."""
         where = self.passed if broadcast(self._dist, self.passed.is_dir()) else self.own
-        self.loaded = checkpoint.load(checkpoint.find(where), model.engine, self._dist)["case"]
+        self.loaded = checkpoint.load(checkpoint.find(where), model.engine, self._dist).state.more["case"]
 
     def close(self, *, passed: bool) -> None:
         """Keep the case's checkpoint for the next case if the case passed, else delete it. Collective."""
@@ -109,11 +110,11 @@ def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Observations,
     def steps() -> Iterator[Finding]:
         """Compare losses and gradient norms."""
         for step, (a, b) in enumerate(zip(mean_losses(again), mean_losses(full)[first:], strict=True), first):
-            yield finding(f"loss at step {step + 1}", abs(a - b), abs(b), noise["loss"])
+            yield finding(f"loss at step {step + 1}", abs(a - b), abs(b), noise.loss)
             a, b = again[0].norms[step - first], full[0].norms[step]
-            yield finding(f"gradient norm at step {step + 1}", abs(a - b), b, noise["norm"][step])
+            yield finding(f"gradient norm at step {step + 1}", abs(a - b), b, noise.norm[step])
         a, b = mean_held_out(again), mean_held_out(full)
-        yield finding("loss after the last step", abs(a - b), abs(b), noise["loss"])
+        yield finding("loss after the last step", abs(a - b), abs(b), noise.loss)
 
     sums: dict[str, Any] = {}
     for (name, a), (_, b) in zip(resumed[1], whole[1], strict=True):
@@ -123,5 +124,5 @@ def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Observations,
     weights = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         apart, size = (sum(rank.get(name, (0.0, 0.0))[place] for rank in ranks) ** 0.5 for place in (0, 1))
-        weights.append(finding(f"weights of {name}", apart, size, noise["weight"][name]))
+        weights.append(finding(f"weights of {name}", apart, size, noise.weight[name]))
     return [*steps(), *weights]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -129,7 +130,7 @@ def _overflow_once(session: Session, step: int) -> None:
     scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == _OVERFLOW_STEP else None
     session.engine._scale = scale
     if step == 0:
-        session.spikes.restore({**session.spikes.state(), "limit": _SPIKE_LIMIT})
+        session.spikes.restore(msgspec.structs.replace(session.spikes.state(), limit=_SPIKE_LIMIT))
 
 
 def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, int], None] = lambda *_: None,

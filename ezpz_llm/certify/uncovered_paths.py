@@ -13,7 +13,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.injected_faults import Fault, find_fault
 from ezpz_llm.certify.one_process import DISAGREES, Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import IGNORED, MicroBatch, cosine_rate
+from ezpz_llm.certify.records import CaseResult
 from ezpz_llm.certify.reference import make_engine, on_cpu, single_rank_world
 from ezpz_llm.certify.sample_order import check_reader
 from ezpz_llm.dist import Dist
@@ -59,17 +59,17 @@ def check_paths(model: str, dtype: str, dist: Dist) -> None:
     one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
 
 
-def certify_shared_fault(case: Case, dist: Dist) -> dict[str, Any]:
+def certify_shared_fault(case: Case, dist: Dist) -> CaseResult:
     """Compare a single process that has the case's fault with the step definition, and return the case's result."""
     began = time.perf_counter()
     fault = find_fault(case.fault) if case.fault else None
     comparisons, _ = one_process.compare_steps(observe(case.model, case.dtype, dist, fault), case.dtype)
     text = one_process.describe_failures(comparisons)
-    return {**asdict(case), "passed": text is None, "failures": [] if text is None else [f"{DISAGREES}: {text}"],
-            "kinds": [phase for phase in one_process.PHASES
-                      if any(each.phase == phase and each.finding.failed for each in comparisons)],
-            "worst": {}, "one_process": one_process.worst_by_phase(comparisons),
-            "seconds": time.perf_counter() - began}
+    return CaseResult(
+        **asdict(case), passed=text is None, failures=[] if text is None else [f"{DISAGREES}: {text}"],
+        kinds=[phase for phase in one_process.PHASES
+               if any(each.phase == phase and each.finding.failed for each in comparisons)],
+        worst={}, one_process=one_process.worst_by_phase(comparisons), seconds=time.perf_counter() - began)
 
 
 def observe(model: str, dtype: str, dist: Dist, fault: Fault | None = None,
@@ -123,7 +123,7 @@ def _evaluate(engine: Engine, config: ModelConfig, accumulation: int, seed: int,
 def _resume(engine: Engine, fresh: Engine, single: Dist, step: int) -> Engine:
     """Save a checkpoint of `engine`, load it into `fresh`, and return `fresh`."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(engine, single, RunDir(Path(folder)), {"step": step})
+        checkpoint.save(engine, single, RunDir(Path(folder)), checkpoint.Progress(step=step))
         checkpoint.load(checkpoint.find(Path(folder)), fresh, single)
     return fresh
 

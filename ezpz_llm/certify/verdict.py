@@ -6,8 +6,10 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from ezpz_llm.certify.records import Worst
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> 
     }
 
 
-def sensitivity(expected: Numbers) -> dict[str, float]:
+def sensitivity(expected: Numbers) -> dict[str, float | None]:
     """Return the sensitivity of certify: bounds relative to the change over all steps.
 
     "loss" is relative to the decrease of the loss; "weights" and "weights_largest" are the median and the maximum
@@ -108,10 +110,10 @@ def failures(by_kind: dict[str, list[Finding]], phases: Mapping[str, str] = PHAS
     return lines
 
 
-def as_json(by_kind: dict[str, list[Finding]]) -> dict[str, Any]:
-    """Return each kind's comparison with the largest ratio, and its number of comparisons, for certify.json."""
-    return {kind: {**asdict(worst(entries)), "ratio": worst(entries).ratio, "compared": len(entries)}
-            for kind, entries in by_kind.items() if entries}
+def worst_by_kind(by_kind: dict[str, list[Finding]]) -> dict[str, Worst]:
+    """Return each kind's comparison with the largest ratio, and its number of comparisons."""
+    return {kind: Worst(top.what, float(top.value), top.bound, top.detail, top.ratio, len(entries))
+            for kind, entries in by_kind.items() if entries for top in (worst(entries),)}
 
 
 def _coverage_findings(measured: Numbers, expected: Numbers) -> list[Finding]:
@@ -130,7 +132,7 @@ def _loss_findings(measured: Numbers, expected: Numbers) -> list[Finding]:
 
 
 def _loss_bound(expected: Numbers) -> float:
-    return max(MIN_LOSS, FACTOR * expected["noise"]["loss"])
+    return max(MIN_LOSS, FACTOR * expected["noise"].loss)
 
 
 def _norm_findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> list[Finding]:
@@ -138,7 +140,7 @@ def _norm_findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: st
     rounding = max(gradient_bound(name, n_layer, dtype) for name in expected["gradient"])
     findings = []
     for step, (norms, norm, noise) in enumerate(
-            zip(measured["norms"], expected["norms"], expected["noise"]["norm"], strict=True), 1):
+            zip(measured["norms"], expected["norms"], expected["noise"].norm, strict=True), 1):
         bound = max(rounding, FACTOR * noise / norm)
         apart = {rank: _difference(value, norm) / norm for rank, value in enumerate(norms)}
         rank, value = _first_exceeding(apart, bound)
@@ -159,7 +161,7 @@ def _min_weight_bound(expected: Numbers) -> Callable[[str], float]:
 
 
 def _bound(kind: str, name: str, expected: Numbers, minimum: Callable[[str], float]) -> float:
-    return max(minimum(name), FACTOR * expected["noise"][kind][name])
+    return max(minimum(name), FACTOR * getattr(expected["noise"], kind)[name])
 
 
 def _parameter_findings(kind: str, measured: Numbers, expected: Numbers,

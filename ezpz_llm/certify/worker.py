@@ -7,23 +7,24 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ezpz_llm.base import UserError, run_command
 from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify.case import certify_case
-from ezpz_llm.certify.cases import Work
+from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.certify.definitions import check_definitions
 from ezpz_llm.certify.local_launches import (
+    Failure,
     Job,
+    add_result,
     definitions_file,
     needed_references,
-    results_file,
     write_reference_error,
 )
+from ezpz_llm.certify.records import CaseResult
 from ezpz_llm.certify.reference import make_reference
 from ezpz_llm.certify.report import all_passed, conclude
 from ezpz_llm.certify.target_case import certify_target
@@ -34,7 +35,7 @@ from ezpz_llm.dist.agreement import PeerFailedError, run_together
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.launch.variables import EVALUATING, TRAINING
 from ezpz_llm.observe import run_environment
-from ezpz_llm.rundir import append_line, write_json
+from ezpz_llm.rundir import write_json
 from ezpz_llm.rundir.records import update_record
 
 
@@ -60,7 +61,7 @@ _COLLECTIVE_TIMEOUT_S = 240.0
 """Timeout of collectives: ranks wait in one while another rank computes a reference."""
 
 
-def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
+def run_job(job: Job, dist: Dist) -> list[CaseResult]:
     """Compute a job's references, then run its cases, all in one process group. Collective.
 
     Rank 0 appends each result to the results file. If a reference or a definition check fails, rank 0 records the
@@ -79,11 +80,11 @@ def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
         """Run this rank's task, if it has one: compute a reference, or for None run the definition checks."""
         for task in tasks[dist.rank:dist.rank + 1]:
             if task is None:
-                with _record_failure(job, dist, {"definitions": "all"}):
+                with _record_failure(job, dist, definitions="all"):
                     check_definitions(job.root)
                 continue
             model, dtype = task
-            with _record_failure(job, dist, {"reference": f"{model} {dtype}"}):
+            with _record_failure(job, dist, reference=f"{model} {dtype}"):
                 if job.target is not None:
                     make_target_reference(job, model, dtype, dist)
                     continue
@@ -114,14 +115,14 @@ def run_job(job: Job, dist: Dist) -> list[dict[str, Any]]:
     for number, case in enumerate(job.cases):
         heartbeat.beat(TRAINING, number)
         print_on_main(f"{case.title} …")
-        with _record_failure(job, dist, {"case": asdict(case)}):
+        with _record_failure(job, dist, case=case):
             result = (certify_case(case, job.root, job.steps, dist) if job.target is None
                       else certify_target(case, job, dist))
         results.append(result)
         if dist.is_main:
-            append_line(results_file(job.root), result)
-        print_on_main(f"{case.title}: {'passed' if result['passed'] else 'FAILED'} ({result['seconds']:.1f} s)")
-        for line in result["failures"]:
+            add_result(job.root, result)
+        print_on_main(f"{case.title}: {'passed' if result.passed else 'FAILED'} ({result.seconds:.1f} s)")
+        for line in result.failures:
             print_on_main(f"    {line}")
     return results
 
@@ -141,16 +142,16 @@ def run_on_launched_ranks(work: Work, options: Namespace, argv: Sequence[str], b
 
 
 @contextmanager
-def _record_failure(job: Job, dist: Dist, about: dict[str, Any]) -> Iterator[None]:
-    """Write an exception of this rank to a file before it ends the job. `about` names the task."""
+def _record_failure(job: Job, dist: Dist, *, reference: str | None = None, definitions: str | None = None,
+                    case: Case | None = None) -> Iterator[None]:
+    """Write an exception of this rank to a file before it ends the job. The arguments name the task."""
     try:
         yield
     except Exception as error:
         folder = job.root / "failed"
         folder.mkdir(exist_ok=True)
-        write_json(folder / f"rank{dist.rank:04d}.json",
-                   {**about, "rank": dist.rank, "error": f"{type(error).__name__}: {error}",
-                    "traceback": traceback.format_exc()})
+        write_json(folder / f"rank{dist.rank:04d}.json", as_plain(Failure(
+            dist.rank, f"{type(error).__name__}: {error}", traceback.format_exc(), reference, definitions, case)))
         raise
 
 

@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, as_type, read_json
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, read_json
+from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.check.endpoint import Endpoint, candidate_ports
 from ezpz_llm.check.measuring_process import MeasuringProcess
 from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
 from ezpz_llm.check.node_facts import environment_facts, network_facts, node_facts, versions
 from ezpz_llm.check.report import report_path
-from ezpz_llm.check.rules.gathered import NETWORK
+from ezpz_llm.check.rules.gathered import NETWORK, Unreached
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -87,10 +88,10 @@ def _report_unreached(folder: Path, endpoint: Endpoint, info: RankInfo, reason: 
     facts = network_facts({"MASTER_ADDR": endpoint.address})
     with contextlib.suppress(OSError):
         if not path.exists():
-            write_json(path, {"rank": info.rank, "host": host, "reason": reason, "address": endpoint.address,
-                              "port": endpoint.port, "ranks_there": info.local_size,
-                              "resolves_to": facts["master"]["resolves_to"],
-                              "interface": facts["route"]["interface"]})
+            write_json(path, as_plain(Unreached(
+                rank=info.rank, host=host, reason=reason, address=endpoint.address, port=endpoint.port,
+                ranks_there=info.local_size, resolves_to=facts["master"]["resolves_to"],
+                interface=facts["route"]["interface"])))
 
 
 def unreached_files(folder: Path) -> list[Path]:
@@ -98,24 +99,13 @@ def unreached_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(_UNREACHED))
 
 
-class _Unreached(TypedDict):
-    rank: int
-    host: str
-    reason: str
-    address: str
-    port: int
-    ranks_there: int
-    resolves_to: str | None
-    interface: str | None
-
-
-def read_unreached(folder: Path) -> list[dict[str, Any]]:
+def read_unreached(folder: Path) -> list[Unreached]:
     """Return the reports of nodes that could not reach rank 0."""
     reports = []
     for path in unreached_files(folder):
         # Skip damaged files and files of other programs.
         with contextlib.suppress(UserError):
-            reports.append(as_type(_Unreached, read_json(path, _MAX_BYTES), str(path)))
+            reports.append(as_record(Unreached, read_json(path, _MAX_BYTES), str(path)))
     return reports
 
 
@@ -140,7 +130,7 @@ def _serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, st
     def reply_to(request: Request) -> None:
         """Reply to a request from rank 0 with facts, the time, the network, or a measurement."""
         if request.stage == FACTS:
-            answer: Mapping[str, Any] = gather_facts(info, env)
+            answer: dict[str, Any] = gather_facts(info, env)
         elif request.stage == CLOCK:
             answer = {"time": time.time()}
         elif request.stage == NETWORK:

@@ -98,8 +98,8 @@ class _Coordinator:
         while time.monotonic() < until:
             if self.server.wait(self._by(_FACTS, _UNREACHED_POLL_S), lambda: len(accounted) >= world_size):
                 return
-            unreached = [report for report in read_unreached(self.run_dir.path) if report["rank"] not in accounted]
-            if len(accounted) + sum(report["ranks_there"] for report in unreached) >= world_size:
+            unreached = [report for report in read_unreached(self.run_dir.path) if report.rank not in accounted]
+            if len(accounted) + sum(report.ranks_there for report in unreached) >= world_size:
                 return
 
     def _measure(self, members: Sequence[Member]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ezpz_llm.base import UserError, cache_dir, count_noun
 from ezpz_llm.check import software
-from ezpz_llm.check.findings import Finding, first_problem
+from ezpz_llm.check.findings import first_problem
 from ezpz_llm.check.node_facts import file_system_space, network_facts, node_facts, numa_domains
 from ezpz_llm.check.rules.gathered import Gathered, format_bytes
 from ezpz_llm.check.rules.network import missing_interfaces
@@ -22,6 +22,7 @@ from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.schedulers import find_allocation, local, schedulers
 from ezpz_llm.launch.sites import find_site
+from ezpz_llm.rundir.records import Finding
 
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from msgspec import Struct
 
 from ezpz_llm.base import count_noun
-from ezpz_llm.base.records import as_plain
 from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.rundir.records import Finding, Level
+
+
+class DoctorReport(Struct, frozen=True):
+    """Output of `doctor --json`."""
+
+    fit: bool
+    findings: list[Finding]
 
 
 def first_problem(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
@@ -35,8 +42,3 @@ def verdict(command: str, findings: Sequence[Finding], scope: str) -> str:
     result = "fit" if is_fit(findings) else f"unfit: {count_noun(levels.count('bad'), 'problem')}"
     warnings = f", {count_noun(levels.count('warn'), 'warning')}" if "warn" in levels else ""
     return f"{command}: {result}{warnings} ({scope})"
-
-
-def as_record(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the findings and the verdict for a JSON file."""
-    return {"fit": is_fit(findings), "findings": as_plain(findings)}

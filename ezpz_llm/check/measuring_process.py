@@ -44,7 +44,7 @@ class MeasuringProcess:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def measure(self, request: Request) -> Mapping[str, Any]:
+    def measure(self, request: Request) -> dict[str, Any]:
         """Return the process's reply to a request, or an error that says how the process ended."""
         try:
             send(self._connection, request)

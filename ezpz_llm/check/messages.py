@@ -10,13 +10,14 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, TypeVar
 
-from ezpz_llm.base import as_dataclass, parse_json
+from msgspec import Struct
+
+from ezpz_llm.base import parse_json
+from ezpz_llm.base.records import Ranks, Whole, as_plain, as_record
 
 AUTHENTICATE_S = 2.0
 """Time for the peer of a new connection to authenticate."""
@@ -27,16 +28,14 @@ FACTS, CLOCK, END = "facts", "clock", "end"
 _MAX_MESSAGE = 1 << 23
 
 
-@dataclass(frozen=True)
-class Introduction:
+class Introduction(Struct, frozen=True, forbid_unknown_fields=True):
     """First message of a rank."""
 
-    rank: int
+    rank: Whole
     host: str
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True, forbid_unknown_fields=True):
     """Request of rank 0 for a stage.
 
     Attributes:
@@ -48,17 +47,16 @@ class Request:
     stage: str
     serve: bool = False
     group: str = ""
-    index: int = 0
-    size: int = 1
+    index: Whole = 0
+    size: Ranks = 1
     store: str | tuple[str, int] = ""
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(Struct, frozen=True, forbid_unknown_fields=True):
     """Facts or measurements of a rank for a stage, or `error` with the reason why there are none."""
 
     stage: str
-    answer: Mapping[str, Any]
+    answer: dict[str, Any]
 
 
 Message = TypeVar("Message", Introduction, Request, Reply)
@@ -66,7 +64,7 @@ Message = TypeVar("Message", Introduction, Request, Reply)
 
 def send(connection: Connection, message: Introduction | Request | Reply) -> None:
     """Send a message. Raises OSError if the peer has closed the connection."""
-    connection.send_bytes(json.dumps(asdict(message)).encode())
+    connection.send_bytes(json.dumps(as_plain(message)).encode())
 
 
 def receive(connection: Connection, kind: type[Message]) -> Message:
@@ -76,7 +74,7 @@ def receive(connection: Connection, kind: type[Message]) -> Message:
         EOFError, OSError: the peer has closed the connection, or sent a message of more than 8 MiB.
         UserError: the message is invalid.
     """
-    return as_dataclass(kind, parse_json(connection.recv_bytes(_MAX_MESSAGE), "a message"), "a message")
+    return as_record(kind, parse_json(connection.recv_bytes(_MAX_MESSAGE), "a message"), "a message")
 
 
 def authenticate(peer: socket.socket, secret: bytes, port: int, *, serves: bool) -> Connection | None:

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from ezpz_llm.base import count_noun
-from ezpz_llm.check.findings import Finding, as_record, findings_text, verdict
+from ezpz_llm.base.records import as_plain
+from ezpz_llm.check.findings import findings_text, is_fit, verdict
 from ezpz_llm.check.rules import Gathered
 from ezpz_llm.check.rules.gathered import (
     COMPUTE,
@@ -20,6 +23,7 @@ from ezpz_llm.check.rules.gathered import (
     NODE,
     READY,
     Facts,
+    Unreached,
     format_bytes,
     format_rate,
     stage_answer,
@@ -28,6 +32,7 @@ from ezpz_llm.check.rules.network import link_rates, used_interfaces
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, without_secrets, write_json
+from ezpz_llm.rundir.records import Finding
 
 _MAX_ROWS = 24
 """Maximum number of nodes in the table. A longer table omits the nodes in the middle."""
@@ -40,6 +45,18 @@ class Report:
     gathered: Gathered
     findings: Sequence[Finding]
     seconds: float
+
+
+class _PreflightReport(Struct, frozen=True):
+    """Content of preflight.json. `ranks` has the facts of each rank that differ from the common ones."""
+
+    fit: bool
+    findings: list[Finding]
+    seconds: float
+    world_size: int
+    unreached: list[Unreached]
+    common: dict[str, Any]
+    ranks: list[dict[str, Any]]
 
 
 def report_path(run_dir: RunDir) -> Path:
@@ -110,10 +127,10 @@ def write_report(run_dir: RunDir, report: Report) -> None:
     """Write preflight.json with the verdict, the findings, and the facts; facts of most ranks are stored once."""
     gathered = report.gathered
     common, per_rank = split_common_facts(gathered.facts)
-    write_json(report_path(run_dir), without_secrets({
-        **as_record(report.findings), "seconds": round(report.seconds, 3), "world_size": gathered.world_size,
-        "unreached": list(gathered.unreached), "common": common, "ranks": per_rank,
-    }, os.environ))
+    write_json(report_path(run_dir), without_secrets(as_plain(_PreflightReport(
+        fit=is_fit(report.findings), findings=list(report.findings), seconds=round(report.seconds, 3),
+        world_size=gathered.world_size, unreached=list(gathered.unreached), common=common, ranks=per_rank)),
+        os.environ))
 
 
 def split_common_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from ezpz_llm.base import lazy_names
 from ezpz_llm.checkpoint.manifest import DamagedCheckpointError
 from ezpz_llm.checkpoint.retention import Keep, find, prune
+from ezpz_llm.checkpoint.state import Progress
 
-__all__ = ["DamagedCheckpointError", "Keep", "NotWrittenError", "Saved", "Saver", "find", "load", "load_newest",
-           "prune", "save"]
+__all__ = ["DamagedCheckpointError", "Keep", "NotWrittenError", "Progress", "Saved", "Saver", "find", "load",
+           "load_newest", "prune", "save"]
 
 __getattr__ = lazy_names(__name__, {**dict.fromkeys(("load", "load_newest"), "reader"),
                                     **dict.fromkeys(("save", "Saver", "Saved", "NotWrittenError"), "saver")})

@@ -20,12 +20,11 @@ from ezpz_llm.checkpoint.manifest import (
     complete_checkpoints,
     latest_checkpoint,
     read_manifest,
-    read_state,
     verify,
 )
+from ezpz_llm.checkpoint.state import read_state, state_members
 from ezpz_llm.evaluate.model import SOURCE_HELP
 from ezpz_llm.hf.source import Source, fetch, find_source
-from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes
 from ezpz_llm.rundir import RunDir
 
@@ -111,12 +110,13 @@ def _facts(source: Source) -> dict[str, Any]:
     """Return the contents of a checkpoint or Hugging Face folder, as printed by --json."""
     facts: dict[str, Any] = {"folder": str(source.folder), "kind": source.kind, "model": asdict(source.model),
                              "parameters": parameter_count(source.model)}
-    if source.kind == "hf":
+    if source.state is None:
         return facts
     files = read_manifest(source.folder)
     index = read_index(source.folder)
-    state = {name: value for name, value in source.state.items() if name not in ("model", "tokenizer", "format")}
-    return {**facts, "state": state, "tokenizer": source.tokenizer and source.tokenizer["name"],
+    state = {name: value for name, value in state_members(source.state).items()
+             if name not in ("model", "tokenizer")}
+    return {**facts, "state": state, "tokenizer": source.tokenizer and source.tokenizer.name,
             "tensors": list(index.kinds), "pieces": sum(len(p.pieces) for p in index.parameters.values()),
             "files": {file.name: file.size for file in files}, "bytes": sum(file.size for file in files)}
 
@@ -188,8 +188,11 @@ def _verify_folder(folder: Path) -> int:
     """
     records = read_manifest(folder)
     verify(folder, records)
-    model = ModelConfig(**read_state(folder)["model"])
-    check_model(read_index(folder), parameter_shapes(model), folder)
+    index, state = read_index(folder), read_state(folder)
+    # Checkpoints of the library have no model and no hash of samples.
+    shapes = (parameter_shapes(state.config(folder)) if state.model or state.sample_hash is not None else
+              {name: parameter.shape for name, parameter in index.parameters.items()})
+    check_model(index, shapes, folder)
     return sum(record.size for record in records)
 
 

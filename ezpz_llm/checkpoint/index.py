@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, as_dataclass, join_file_name
+from msgspec import Struct
+
+from ezpz_llm.base import UserError, join_file_name
+from ezpz_llm.base.records import Bytes, as_plain, as_record
 from ezpz_llm.checkpoint.manifest import FORMAT, INDEX, damaged_error, read_json
 from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.parameters import Box, size
@@ -62,30 +64,27 @@ WEIGHT = "weight"
 """Kind of the fp32 master weight; all other kinds are optimizer state (see `ezpz_llm.layout.optimizers`)."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """Elements [start, stop) of a parameter's box, flattened in row-major order, in a file.
 
     The file has a 1-D tensor `<kind>/<key>` for each kind.
     """
 
-    box: Box
-    start: int
-    stop: int
+    box: tuple[tuple[Bytes, Bytes], ...]
+    start: Bytes
+    stop: Bytes
     file: str
     key: str
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(Struct, frozen=True):
     """Parameter of the model: its global shape and its pieces, sorted by box and start."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Bytes, ...]
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(Struct, frozen=True):
     """All parameters by name, and the kinds saved for each."""
 
     kinds: tuple[str, ...]
@@ -99,11 +98,10 @@ def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequenc
     for name, piece in pieces:
         by_name[name].append(piece)
     parameters = {
-        name: {"shape": shapes[name],
-               "pieces": [vars(piece) for piece in sorted(pieces, key=lambda piece: (piece.box, piece.start))]}
+        name: Parameter(tuple(shapes[name]), tuple(sorted(pieces, key=lambda piece: (piece.box, piece.start))))
         for name, pieces in by_name.items()
     }
-    write_json(folder / INDEX, {"format": FORMAT, "kinds": kinds, "parameters": parameters})
+    write_json(folder / INDEX, {"format": FORMAT, **as_plain(Index(tuple(kinds), parameters))})
 
 
 def read_index(folder: Path) -> Index:
@@ -117,7 +115,7 @@ def read_index(folder: Path) -> Index:
         raise damaged_error(folder,
                             f"{INDEX} has format {stored.get('format')!r}, the manifest has format {FORMAT}")
     try:
-        index = as_dataclass(Index, {name: value for name, value in stored.items() if name != "format"}, INDEX)
+        index = as_record(Index, stored, INDEX)
         for name in {piece.file for parameter in index.parameters.values() for piece in parameter.pieces}:
             join_file_name(folder, name, INDEX)
     except UserError as error:

@@ -12,9 +12,12 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
-from ezpz_llm.base import MAX_STEPS, Range, UserError, as_type, join_file_name, system_text, untrusted_input
+from msgspec import Struct
+
+from ezpz_llm.base import UserError, join_file_name, system_text, untrusted_input
+from ezpz_llm.base.records import Bytes, Step, as_plain, as_record
 from ezpz_llm.rundir import hash_file, remove_incomplete_checkpoints, write_atomic, write_json
 
 MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
@@ -113,50 +116,22 @@ class DamagedCheckpointError(UserError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Manifest entry of a file: its size in bytes and its sha256."""
+    """File of a checkpoint: its name, its size in bytes and its sha256."""
 
     name: str
     size: int
     sha256: str
 
 
-@dataclass(frozen=True)
-class _Entry:
-    size: int
+class _Entry(Struct, frozen=True):
+    size: Bytes
     sha256: str
 
 
-class _Step(TypedDict):
-    step: Annotated[int, Range(0, MAX_STEPS)]
-
-
-class State(_Step, total=False):
-    """Keys of state.json whose types are checked on reading. Only `step` is required; other keys are allowed."""
-
-    model: dict[str, Any]
-    seed: int
-    data: str | None
-    consumed: int
-    sample_hash: str
-    world_size: int
-    optimizer_step: int
-    loss_scale: dict[str, Any] | None
-    tokenizer: dict[str, Any] | None
-    callbacks: dict[str, dict[str, Any]]
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json.
-
-    Raises:
-        DamagedCheckpointError: it is missing, or a value has the wrong type.
-    """
-    try:
-        return as_type(State, read_json(folder / STATE), STATE)
-    except DamagedCheckpointError:
-        raise
-    except UserError as error:
-        raise damaged_error(folder, f"in {STATE}, {error.found}") from error
+class _Manifest(Struct, frozen=True):
+    format: int
+    step: Step
+    files: dict[str, _Entry]
 
 
 def read_manifest(folder: Path) -> list[FileRecord]:
@@ -171,21 +146,23 @@ def read_manifest(folder: Path) -> list[FileRecord]:
     if isinstance(stored_format, int) and FORMAT < stored_format < 100 * FORMAT:
         raise UserError(f"the checkpoint has format {stored_format}, this version reads {FORMAT}",
                         where=str(folder), instead="the version that saved it, or a later one")
+    if stored_format != FORMAT:
+        raise damaged_error(folder, f"{MANIFEST} has format {stored_format!r}")
     try:
-        files = as_type(dict[str, _Entry], manifest.get("files"), MANIFEST, "files")
+        files = as_record(_Manifest, manifest, MANIFEST).files
         records = [FileRecord(join_file_name(folder, name, MANIFEST).name, entry.size, entry.sha256)
                    for name, entry in files.items()]
     except UserError as error:
         raise damaged_error(folder, f"in {MANIFEST}, {error.found}") from error
-    if stored_format != FORMAT or not records:
-        raise damaged_error(folder, f"{MANIFEST} has format {stored_format!r} and lists {len(records)} files")
+    if not records:
+        raise damaged_error(folder, f"{MANIFEST} lists no files")
     return records
 
 
 def write_manifest(folder: Path, step: int, records: Iterable[FileRecord]) -> None:
     """Write the manifest, which marks the folder as complete."""
-    files = {record.name: {"size": record.size, "sha256": record.sha256} for record in records}
-    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+    files = {record.name: _Entry(record.size, record.sha256) for record in records}
+    write_json(folder / MANIFEST, as_plain(_Manifest(FORMAT, step, files)))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,34 @@ from ezpz_llm.checkpoint.manifest import (
     all_damaged_error,
     damaged_error,
     read_manifest,
-    read_state,
     shard_name,
     verify,
 )
 from ezpz_llm.checkpoint.retention import candidates
+from ezpz_llm.checkpoint.state import State, read_state
 from ezpz_llm.checkpoint.writer import BUFFER, buffers_of, restore_rng_states
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine.base import Engine
 
-Accept = Callable[[Path, dict[str, Any]], None]
+Accept = Callable[[Path, State], None]
 """Callback that raises a UserError if the run cannot resume from a checkpoint (folder, state)."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Loaded checkpoint, its state, and the errors of newer, damaged checkpoints."""
+    """Loaded checkpoint.
+
+    Attributes:
+        rng_restored: True if the RNG states were restored, because the number of ranks and the layout's degrees
+            equal those of the run that saved them.
+        skipped: errors of newer, damaged checkpoints.
+    """
 
     folder: Path
-    state: dict[str, Any]
-    skipped: tuple[DamagedCheckpointError, ...]
+    state: State
+    rng_restored: bool
+    skipped: tuple[DamagedCheckpointError, ...] = ()
 
 
 def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -> Loaded:
@@ -53,23 +60,19 @@ def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -
     skipped: list[DamagedCheckpointError] = []
     for folder in broadcast(dist, folders):
         try:
-            return Loaded(folder, load(folder, engine, dist, accept), tuple(skipped))
+            return replace(load(folder, engine, dist, accept), skipped=tuple(skipped))
         except DamagedCheckpointError as error:
             skipped.append(error)
     raise all_damaged_error(skipped)
 
 
-def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> dict[str, Any]:
+def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> Loaded:
     """Load a checkpoint into an engine: weights, moments, optimizer step and loss scale. Collective.
 
-    First, the ranks share the work of checking every file's hash. RNG states are restored if the number of ranks
-    and the degrees of the layout equal those of the run that saved them; then `rng_restored` is True.
+    First, the ranks share the work of checking every file's hash.
 
     Args:
         folder: a complete checkpoint, for example from `find`.
-
-    Returns:
-        The state that was passed to `save`, with the keys that `save` added, and `rng_restored`.
 
     Raises:
         UserError: the checkpoint is damaged (DamagedCheckpointError), or of another model, or has no optimizer
@@ -77,7 +80,7 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
     """
     training, buffers = engine.training_state(), buffers_of(engine.module)
 
-    def read() -> tuple[dict[str, Any], Index]:
+    def read() -> tuple[State, Index]:
         """Return state and index of the checkpoint after checking that `accept` and the engine allow them."""
         state, index = read_state(folder), read_index(folder)
         if accept is not None:
@@ -89,7 +92,7 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
     # Agree on the hashes before reading: the content of a damaged file is meaningless.
     run_together(dist, lambda: _verify_share(folder, dist))
     state, index = run_together(dist, read)
-    same_split = (state["world_size"], state.get("degrees")) == (dist.world_size, asdict(dist.mesh.degrees))
+    same_split = (state.world_size, state.degrees) == (dist.world_size, asdict(dist.mesh.degrees))
     with ExitStack() as stack:
         # Shards are memory-mapped on first use.
         open_file = functools.cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
@@ -99,10 +102,10 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
             buffer.copy_(open_file(shard_name(0)).get_tensor(f"{BUFFER}{name}").view(buffer.shape))
         if same_split:
             restore_rng_states(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)
-    training.loaded(state["optimizer_step"])
-    if training.scale is not None and state["loss_scale"] is not None:
-        training.scale.load_state_dict(state["loss_scale"])
-    return {**state, "rng_restored": same_split}
+    training.loaded(state.optimizer_step)
+    if training.scale is not None and state.loss_scale is not None:
+        training.scale.restore(state.loss_scale)
+    return Loaded(folder, state, same_split)
 
 
 def _check_buffers(folder: Path, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -20,7 +20,8 @@ import torch
 from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
-from ezpz_llm.checkpoint.writer import Shard, buffers_of, complete_folder, facts, read_shard, write_shard
+from ezpz_llm.checkpoint.state import Progress, State
+from ezpz_llm.checkpoint.writer import Shard, buffers_of, complete_folder, make_state, read_shard, write_shard
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, gather, run_together
 from ezpz_llm.dist.backends import DEVICES
@@ -81,12 +82,11 @@ class Saved:
     seconds: float
 
 
-def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> Path:
-    """Write the checkpoint of `state["step"]` synchronously. Collective.
+def save(engine: Engine, dist: Dist, run_dir: RunDir, progress: Progress) -> Path:
+    """Write the checkpoint of `progress.step` synchronously. Collective.
 
     Args:
-        state: JSON values that the caller needs to resume; rank 0's are saved. `save` adds optimizer_step,
-            loss_scale, world_size, layout, degrees and versions.
+        progress: values that the caller needs to resume; rank 0's are saved. `save` adds the members of `State`.
 
     Returns:
         The checkpoint's folder.
@@ -96,7 +96,7 @@ def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> 
             earlier checkpoints are unchanged. The error is the same on every rank.
     """
     saver = Saver(dist, run_dir, None, in_background=False)
-    saver.start(engine, state)
+    saver.start(engine, progress)
     return saver.finish().folder  # type: ignore[union-attr]  # a started save completes or raises
 
 
@@ -123,7 +123,7 @@ class _Save:
     """Save in progress. `is_completing`: all ranks have written their files, and rank 0 completes the folder."""
 
     partial: Path
-    record: dict[str, Any]
+    state: State
     shapes: dict[str, tuple[int, ...]]
     kinds: tuple[str, ...]
     began: float
@@ -161,7 +161,7 @@ class Saver:
         """True if this rank is still writing."""
         return self._save is not None and not self._save.task.done()
 
-    def start(self, engine: Engine, state: dict[str, Any], *, at_once: bool = False) -> str | None:
+    def start(self, engine: Engine, progress: Progress, *, at_once: bool = False) -> str | None:
         """Start saving the current state (see `save`); finish an earlier save first. Collective.
 
         Args:
@@ -174,11 +174,11 @@ class Saver:
             NotWrittenError: the earlier checkpoint could not be written, or this one could not be started.
         """
         self.finish()
-        step, began = state["step"], time.monotonic()
+        step, began = progress.step, time.monotonic()
         training = engine.training_state()
         folders = self._run_together(step, lambda: start_partial(self._run_dir.checkpoints, step), on_main=True)
         partial = broadcast(self._dist, folders)
-        record = {**state, **facts(engine, self._dist, training)}
+        state = make_state(progress, engine, self._dist, training)
         buffers = buffers_of(engine.module) if self._dist.is_main else {}
         shard = read_shard(training, self._dist.rank, engine.device, buffers)
         note = None
@@ -190,7 +190,7 @@ class Saver:
             self._memory = self._memory or CpuMemory(engine.device)
             shard = self._memory.copy(shard)
         task = _start_task(lambda: write_shard(partial, shard), in_background)
-        self._save = _Save(partial, record, training.shapes, training.kinds, began, task)
+        self._save = _Save(partial, state, training.shapes, training.kinds, began, task)
         return note
 
     def advance(self) -> Saved | None:
@@ -206,7 +206,7 @@ class Saver:
         if save is None:
             return None
         try:
-            result = self._run_together(save.record["step"], save.task.result)
+            result = self._run_together(save.state.step, save.task.result)
             if not save.is_completing:
                 written = gather(self._dist, result) or []
                 save.task = _start_task(lambda: self._complete(save, written), self.in_background)
@@ -219,7 +219,7 @@ class Saver:
             raise
         self._save = None
         folder, size = broadcast(self._dist, result)
-        return Saved(save.record["step"], folder, size, time.monotonic() - save.began)
+        return Saved(save.state.step, folder, size, time.monotonic() - save.began)
 
     def finish(self) -> Saved | None:
         """Complete the save in progress, if any. Collective. Raises the errors of `advance`."""
@@ -231,7 +231,7 @@ class Saver:
     def _complete(self, save: _Save, written: list[Any]) -> tuple[Path, int] | None:
         if not self._dist.is_main:
             return None
-        folder = complete_folder(save.partial, save.shapes, save.kinds, written, save.record)
+        folder = complete_folder(save.partial, save.shapes, save.kinds, written, save.state)
         if self._keep is not None:
             prune(self._run_dir, self._keep)
         return folder, sum(file.size for file, _ in written)

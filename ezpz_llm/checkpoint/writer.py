@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 from ezpz_llm.base.version import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, make_record, publish, shard_name, write_manifest
+from ezpz_llm.checkpoint.state import Progress, State, state_members
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.optimizer_state import EngineState, owned_parts
@@ -85,30 +87,27 @@ def write_shard(folder: Path, shard: Shard) -> Written:
     return write_tensors(folder / shard.name, shard.outline, shard.tensors), shard.pieces
 
 
-def facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
-    """Return the entries of state.json that `save` adds to the caller's."""
-    return {
-        "optimizer_step": training.optimizer_step,
-        "loss_scale": None if training.scale is None else training.scale.state_dict(),
-        "world_size": dist.world_size,
-        "layout": engine.layout.name,
-        "degrees": asdict(dist.mesh.degrees),
-        "versions": {"ezpz_llm": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
+def make_state(progress: Progress, engine: Engine, dist: Dist, training: EngineState) -> State:
+    """Return the content of state.json."""
+    return State(
+        **msgspec.structs.asdict(progress), optimizer_step=training.optimizer_step,
+        loss_scale=None if training.scale is None else training.scale.state(), world_size=dist.world_size,
+        layout=engine.layout.name, degrees=asdict(dist.mesh.degrees),
+        versions={"ezpz_llm": __version__, "torch": str(torch.__version__), "python": platform.python_version()})
 
 
 def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str], written: list[Written],
-                    record: dict[str, Any]) -> Path:
+                    state: State) -> Path:
     """Write index, state and manifest, and publish the folder; rank 0 calls this once all ranks have written.
 
     Raises:
         OSError: for example, the disk is full.
     """
     write_index(partial, shapes, kinds, [entry for _, pieces in written for entry in pieces])
-    write_json(partial / STATE, record)
+    write_json(partial / STATE, state_members(state))
     records = [file for file, _ in written]
-    write_manifest(partial, record["step"], [*records, make_record(partial / INDEX), make_record(partial / STATE)])
-    return publish(partial, record["step"])
+    write_manifest(partial, state.step, [*records, make_record(partial / INDEX), make_record(partial / STATE)])
+    return publish(partial, state.step)
 
 
 def capture_rng_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -117,25 +117,25 @@ def _show(args: argparse.Namespace) -> int:
     from ezpz_llm.data.tokenize_corpus import reading_notes
 
     data = TokenData.open(args.folder)
-    facts = data.manifest
-    source, tokenizer = facts["source"], facts["tokenizer"]
-    python = f", {source['python']}" if "python" in source else ""
-    files = "file" if source["files"] == 1 else "files"
+    manifest = data.manifest
+    source, tokenizer = manifest.source, manifest.tokenizer
+    python = f", {source.python}" if source.python else ""
+    files = "file" if source.files == 1 else "files"
     counts = as_mixture(data.split("train")).counts if data.parts else ()
     lines = [
-        ("corpus", f"{source['corpus']} ({source['files']:,} {files}, {source['bytes']:,} bytes{python})"),
-        ("tokenizer", f"{tokenizer['name']}, vocabulary {facts['vocab_size']:,}, "
-                      f"fingerprint {tokenizer['fingerprint'][:12]}"),
-        ("documents", f"{facts['documents']:,}"),
-        *((name, f"{split['tokens']:,} tokens" + (
-            "" if data.parts else f" in {count_noun(len(split['shards']), 'shard')} of {facts['dtype']}"))
-          for name, split in facts["splits"].items()),
+        ("corpus", f"{source.corpus} ({source.files:,} {files}, {source.bytes:,} bytes{python})"),
+        ("tokenizer", f"{tokenizer.name}, vocabulary {manifest.vocab_size:,}, "
+                      f"fingerprint {tokenizer.fingerprint[:12]}"),
+        ("documents", f"{manifest.documents:,}"),
+        *((name, f"{split.tokens:,} tokens" + (
+            "" if data.parts else f" in {count_noun(len(split.shards), 'shard')} of {manifest.dtype}"))
+          for name, split in (("train", manifest.splits.train), ("val", manifest.splits.val))),
         *(("part", f"{weight:g} ({count} of {sum(counts)} samples): {part.folder}")
           for (part, weight), count in zip(data.parts, counts, strict=True)),
         ("entropy", f"{data.unigram_entropy:.4f} nats per token (unigram); "
-                    f"ln of the vocabulary size is {math.log(facts['vocab_size']):.4f}"),
+                    f"ln of the vocabulary size is {math.log(manifest.vocab_size):.4f}"),
         *(("note", remark) for remark in reading_notes(source)),
-        ("command", facts["command"]),
+        ("command", manifest.command),
     ]
     print_lines("\n".join(f"{name:12} {text}" for name, text in lines))
     return 0

@@ -11,11 +11,14 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, as_dataclass, read_json
+from msgspec import Struct
+
+from ezpz_llm.base import UserError, read_json
+from ezpz_llm.base.records import Whole, as_plain, as_record
+from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.rundir import write_atomic
 
 _LOCK = ".lock"
@@ -144,8 +147,13 @@ class InterruptedWriteError(UserError):
     """Error after which the journal is kept, so that a later run can resume."""
 
 
-@dataclass
-class Journal:
+class Written(Struct, frozen=True):
+    """Number of tokens written to a split."""
+
+    tokens: Whole
+
+
+class Journal(Struct):
     """Progress of `prepare`, saved beside unfinished shards so that a later process can resume.
 
     Attributes:
@@ -164,28 +172,27 @@ class Journal:
     """
 
     request: str
-    tokenizer: dict[str, Any]
-    after: dict[str, Any] = field(default_factory=dict)
-    documents: int = 0
-    source_bytes: int = 0
-    counts: list[int] = field(default_factory=list)
-    written: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tokenizer: TokenizerEntry
+    after: dict[str, Any] = {}
+    documents: Whole = 0
+    source_bytes: Whole = 0
+    counts: list[Whole] = []
+    written: dict[str, Written] = {}
     read_all: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
-    broken: int = 0
-    broken_first: list[str] = field(default_factory=list)
-    marks: int = 0
+    facts: dict[str, str] = {}
+    broken: Whole = 0
+    broken_first: list[str] = []
+    marks: Whole = 0
 
     @classmethod
     def load(cls, folder: Path, request: str) -> Journal | None:
         """Return the journal in `folder`, or None if it is missing, invalid or belongs to another request."""
         try:
-            journal = as_dataclass(cls, read_json(folder / JOURNAL, _MAX_BYTES), JOURNAL)
+            journal = as_record(cls, read_json(folder / JOURNAL, _MAX_BYTES), JOURNAL)
         except UserError:
             return None
         return journal if journal.request == request else None
 
     def save(self, folder: Path) -> None:
         """Replace the journal in `folder` atomically."""
-        # asdict would copy each count.
-        write_atomic(folder / JOURNAL, json.dumps(vars(self)))
+        write_atomic(folder / JOURNAL, json.dumps(as_plain(self)))

@@ -10,7 +10,7 @@ import re
 import shlex
 import stat
 import sysconfig
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Corpus:
         val_fraction: default fraction to validate on; None if `val_tokens` is set.
         val_tokens: default number of tokens to validate on.
         tokenizer: default tokenizer.
-        facts: further entries of the manifest's "source".
+        python: version of Python, for stdlib.
         plain: True if each file is one text document, regardless of its content.
         left_out: skipped special files, such as a FIFO, as text.
         dataset: the data set, whose files are not known in advance.
@@ -80,7 +80,7 @@ class Corpus:
     identity: list[Any]
     val_fraction: float | None
     tokenizer: str
-    facts: dict[str, str] = field(default_factory=dict)
+    python: str | None = None
     val_tokens: int | None = None
     dataset: HubDataset | None = None
     plain: bool = False
@@ -169,7 +169,7 @@ def _stdlib_corpus() -> Corpus:
                         instead="pass a text file or folder: --corpus PATH")
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return Corpus("stdlib", "stdlib", files, [python, [[file.name, file.size] for file in files]],
-                  MANY_FILES_VAL_FRACTION, "bytes", {"python": python}, plain=True)
+                  MANY_FILES_VAL_FRACTION, "bytes", python, plain=True)
 
 
 def _walk(root: Path, excluded: frozenset[str] | set[str] = frozenset()) -> list[Path]:

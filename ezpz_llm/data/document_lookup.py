@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from ezpz_llm.base import UserError
 from ezpz_llm.data.manifest import TRAIN
@@ -168,9 +169,9 @@ class _SplitDocuments:
         self._data, self._stream = data, stream
         # The text of the last document may extend beyond `stop`.
         self._document_starts = _document_starts(data, stream, min(stop + _TOKENS_OF_TEXT, len(stream)))
-        shards = data.manifest["splits"][TRAIN]["shards"]
-        self._files = [str(data.folder / shard["file"]) for shard in shards]
-        self._file_starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+        shards = data.manifest.splits.train.shards
+        self._files = [str(data.folder / shard.file) for shard in shards]
+        self._file_starts = np.cumsum([0, *(shard.tokens for shard in shards)])
 
     def within(self, sample: int, start: int, stop: int) -> Iterator[Extract]:
         """Yield tokens [start, stop) of the split, in parts of one document and one file each."""
@@ -179,7 +180,7 @@ class _SplitDocuments:
             file = int(np.searchsorted(self._file_starts, start, side="right")) - 1
             begin = int(self._file_starts[file])
             end = min(stop, self._end(document), int(self._file_starts[file + 1]))
-            yield Extract(sample, self._data.manifest["source"]["corpus"], self._files[file], document,
+            yield Extract(sample, self._data.manifest.source.corpus, self._files[file], document,
                           start - begin, end - begin, self._text(document))
             start = end
 
@@ -191,7 +192,7 @@ class _SplitDocuments:
         """Return the first words of a document."""
         start = int(self._document_starts[document])
         tokens = self._stream[start:min(start + _TOKENS_OF_TEXT, self._end(document))]
-        tokens = tokens[tokens != self._data.manifest["end_of_text"]]
+        tokens = tokens[tokens != self._data.manifest.end_of_text]
         return " ".join(self._data.tokenizer.decode(tokens.astype(np.int64)).split())[:_MAX_TEXT]
 
 
@@ -202,15 +203,15 @@ def _document_starts(data: TokenData, stream: TokenStream, stop: int) -> np.ndar
     follow each document). Tokens before the first end-of-text token, which continue a validation document, count as
     one document. If the tokenizer has no end-of-text token, the split is one document.
     """
-    if "document_index" in data.manifest:
-        tokens = Path(data.manifest["splits"][TRAIN]["shards"][0]["file"])
-        return read_index(tokens, Path(data.manifest["document_index"])).starts
-    end = data.manifest["end_of_text"]
+    if data.manifest.document_index is not UNSET:
+        tokens = Path(data.manifest.splits.train.shards[0].file)
+        return read_index(tokens, Path(data.manifest.document_index)).starts
+    end = data.manifest.end_of_text
     if end is None:
         return np.zeros(1, np.int64)
     starts = np.concatenate([first + np.flatnonzero(stream[first:min(first + _AT_ONCE, stop)] == end)
                              for first in range(0, stop, _AT_ONCE)])
-    if data.manifest.get("written_by") == "nanoGPT":
+    if data.manifest.written_by == "nanoGPT":
         starts += 1
     return starts if starts.size and starts[0] == 0 else np.concatenate([np.zeros(1, np.int64), starts])
 

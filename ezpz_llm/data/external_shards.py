@@ -23,13 +23,12 @@ from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.data.corpora import cached_folder
 from ezpz_llm.data.downloads import print_to_stderr, progress, reading
 from ezpz_llm.data.file_signatures import check_tokens
-from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
+from ezpz_llm.data.manifest import COUNTS, FORMAT, TRAIN, VAL, Manifest, Shard, Source, Split, Splits
 from ezpz_llm.data.shards import open_npy
 from ezpz_llm.data.token_width import CHECKED_TOKENS, check_uint16, other_type_advice, pieces
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose_tokenizer, to_entry
-from ezpz_llm.rundir import write_json
 
 # The split must be a separate component of the name: "eval" is not "val".
 _NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.npy")
@@ -119,34 +118,31 @@ def index_shards(shards: ExternalShards, folder: Path, show: bool) -> None:
     if show:
         print_to_stderr(f"reading {shards.written_by} shards once: {shards.folder}, {size / 1e6:,.1f} MB")
     counts = np.zeros(tokenizer.vocab_size, np.int64)
-    splits: dict[str, Any] = {}
+    splits: dict[str, Split] = {}
     with progress(f"reading {shards.folder}", size, show) as advance:
         for name, files in opened.items():
-            splits[name] = {"tokens": sum(tokens.size for tokens in files), "shards": []}
-            for tokens in files:
-                entry = {"file": str(tokens.filename), "tokens": tokens.size, "offset": tokens.offset,
-                         "sha256": _count(tokens, tokenizer, counts, advance)}
-                splits[name]["shards"].append(entry)
+            splits[name] = Split(sum(tokens.size for tokens in files), [
+                Shard(str(tokens.filename), tokens.size, _count(tokens, tokenizer, counts, advance), tokens.offset)
+                for tokens in files])
     np.save(folder / COUNTS, counts)
     if shards.tokenizer is not None and shards.tokenizer.file is not None:
         copy_files(shards.tokenizer.file, folder)
     end = tokenizer.end_of_text
-    write_json(folder / MANIFEST, {
-        "format": FORMAT,
-        "request": shards.fingerprint,
-        "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(shards.folder), "--tokenizer",
-                               tokenizer_argument]),
-        "written_by": shards.written_by,
-        "source": {"corpus": str(shards.folder), "files": sum(map(len, opened.values())), "bytes": size},
-        "tokenizer": to_entry(tokenizer),
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": end,
-        "dtype": dtypes.pop().name,
-        "documents": int(counts[end]) if end is not None else 1,
-        "tokens": sum(split["tokens"] for split in splits.values()),
-        "unigram_entropy": entropy(counts),
-        "splits": splits,
-    })
+    Manifest(
+        request=shards.fingerprint,
+        command=shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(shards.folder), "--tokenizer",
+                            tokenizer_argument]),
+        written_by=shards.written_by,
+        source=Source(str(shards.folder), sum(map(len, opened.values())), size),
+        tokenizer=to_entry(tokenizer),
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=end,
+        dtype=dtypes.pop().name,
+        documents=int(counts[end]) if end is not None else 1,
+        tokens=sum(split.tokens for split in splits.values()),
+        unigram_entropy=entropy(counts),
+        splits=Splits(splits[TRAIN], splits[VAL]),
+    ).write(folder)
 
 
 def check_shards(shards: ExternalShards) -> None:

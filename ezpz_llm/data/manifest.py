@@ -1,4 +1,4 @@
-"""Format of `manifest.json` in a folder of token shards (standard library only).
+"""Format of `manifest.json` in a folder of token shards (no torch, no NumPy).
 
     format           "ezpz_llm tokens 1"
     request          hash of the request: corpus, its files, tokenizer, split, shard size
@@ -27,22 +27,24 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ezpz_llm.base import (
     MAX_IDS,
     MAX_TOKENS,
-    Range,
     UserError,
-    as_type,
     join_file_name,
     open_regular,
     parse_json,
     read_json,
     read_own,
+    shorten_value,
 )
+from ezpz_llm.base.records import Whole, as_plain, as_record
 from ezpz_llm.data.downloads import reading
-from ezpz_llm.rundir import hash_file
+from ezpz_llm.rundir import hash_file, write_json
 
 MANIFEST = "manifest.json"
 COUNTS = "counts.npy"
@@ -56,87 +58,110 @@ _ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 1 << 14
 _MAX_BYTES = 256 << 20
 """Size limit of a manifest, which has about 130 bytes per shard."""
-Count = Annotated[int, Range(0, MAX_TOKENS)]
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+_Ids = Annotated[int, Meta(ge=1, le=MAX_IDS)]
 
 
-class _Shard(TypedDict):
-    file: str
-    tokens: Annotated[int, Range(1, MAX_TOKENS)]
-    sha256: str
-
-
-class Shard(_Shard, total=False):
+class Shard(Struct, frozen=True, omit_defaults=True):
     """File of tokens, or a part of one."""
 
-    offset: Count
-    file_bytes: Count
+    file: str
+    tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    sha256: str
+    offset: Count | None = None
+    file_bytes: Count | None = None
 
 
-class Split(TypedDict):
+class Split(Struct, frozen=True):
     """Shards of a split and their total number of tokens."""
 
     tokens: Count
     shards: list[Shard]
 
 
-class Splits(TypedDict):
+class Splits(Struct, frozen=True):
     """Training and validation splits."""
 
     train: Split
     val: Split
 
 
-class Part(TypedDict):
+class Part(Struct, frozen=True):
     """Folder of a mixture, and its weight."""
 
     folder: str
-    weight: Annotated[float, Range(0, 1e12)]
+    weight: Annotated[float, Meta(ge=0, le=1e12)]
 
 
-class _Source(TypedDict):
+class Broken(Struct, frozen=True):
+    """Skipped documents: their number, and the errors of the first ones."""
+
+    documents: Count
+    first: list[str]
+
+
+class Source(Struct, frozen=True, omit_defaults=True):
+    """Corpus that was read."""
+
     corpus: str
     files: Count
     bytes: Count
+    sampled: Count | None = None
+    python: str | None = None
+    revision: str | None = None
+    text_key: str | None = None
+    broken: Broken | None = None
+    byte_order_marks: Count | None = None
 
 
-class _Tokenizer(TypedDict):
+class TokenizerEntry(Struct, frozen=True, omit_defaults=True):
+    """Entry of a tokenizer in a manifest or a checkpoint."""
+
     name: str
     fingerprint: str
+    table: str | None = None
+    kind: Literal["tokenizers", "sentencepiece"] | None = None
+    vocab_size: _Ids | None = None
+    end_of_text: Whole | None = None
 
 
-class TokenizerEntry(_Tokenizer, total=False):
-    """Entry of a tokenizer in a manifest."""
+class Manifest(Struct, frozen=True, kw_only=True):
+    """Content of manifest.json."""
 
-    table: str
-    kind: Literal["tokenizers", "sentencepiece"]
-    vocab_size: Annotated[int, Range(1, MAX_IDS)]
-    end_of_text: int | None
-
-
-class _Manifest(TypedDict):
-    format: str
+    format: str = FORMAT
     request: str
     command: str
-    source: _Source
+    written_by: str | UnsetType = UNSET
+    document_index: str | UnsetType = UNSET
+    source: Source
+    parts: list[Part] | UnsetType = UNSET
     tokenizer: TokenizerEntry
-    vocab_size: Annotated[int, Range(1, MAX_IDS)]
-    end_of_text: int | None
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"]
+    vocab_size: _Ids
+    end_of_text: Whole | None
+    dtype: str
     documents: Count
     tokens: Count
     unigram_entropy: float
+    val_fraction: float | UnsetType = UNSET
+    val_tokens: Count | UnsetType = UNSET
     splits: Splits
 
+    @property
+    def shards(self) -> list[Shard]:
+        """Shards of both splits."""
+        return [*self.splits.train.shards, *self.splits.val.shards]
 
-class Manifest(_Manifest, total=False):
-    """Content of manifest.json."""
+    @property
+    def split_tokens(self) -> dict[str, int]:
+        """Number of tokens by split."""
+        return {TRAIN: self.splits.train.tokens, VAL: self.splits.val.tokens}
 
-    written_by: str
-    document_index: str
-    parts: list[Part]
+    def write(self, folder: Path) -> None:
+        """Write manifest.json."""
+        write_json(folder / MANIFEST, as_plain(self))
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder of shards, after checking the size of every shard.
 
     Raises:
@@ -151,40 +176,42 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError("this manifest.json is not a manifest of token shards, or another version wrote it",
                         where=str(path),
                         instead="prepare the corpus again with: python3 -m ezpz_llm.data prepare CORPUS")
-    manifest = as_type(Manifest, stored, str(path))
-    splits = manifest["splits"]
-    for shard in (*splits["train"]["shards"], *splits["val"]["shards"]):
+    manifest = as_record(Manifest, stored, str(path))
+    if manifest.dtype not in _ITEM_BYTES:
+        raise UserError(f"dtype is {shorten_value(manifest.dtype)}, but must be {' or '.join(_ITEM_BYTES)}",
+                        where=str(path))
+    for shard in manifest.shards:
         _check_size(folder, manifest, shard)
     return manifest
 
 
-def read_part(folder: Path, mixture: Path) -> dict[str, Any]:
+def read_part(folder: Path, mixture: Path) -> Manifest:
     """Return the manifest of a part of a mixture.
 
     Raises:
         UserError: for the reasons in `read_manifest`, or the part is itself a mixture (it could contain itself).
     """
     manifest = read_manifest(folder)
-    if "parts" in manifest:
+    if manifest.parts:
         raise UserError(f"a mixture cannot be part of another mixture, but {folder} is one",
                         where=str(mixture / MANIFEST),
                         instead="prepare this mixture again from the parts of the inner one: --corpus A=0.7,B=0.3")
     return manifest
 
 
-def _check_size(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -> None:
+def _check_size(folder: Path, manifest: Manifest, shard: Shard) -> None:
     # Shards of another program have absolute paths outside `folder`.
-    path = (Path(shard["file"]) if "written_by" in manifest else
-            join_file_name(folder, shard["file"], str(folder / MANIFEST)))
-    needed = shard["tokens"] * _ITEM_BYTES[manifest["dtype"]] + shard.get("offset", 0)
-    expected = shard.get("file_bytes", needed)
+    path = (join_file_name(folder, shard.file, str(folder / MANIFEST)) if manifest.written_by is UNSET else
+            Path(shard.file))
+    needed = shard.tokens * _ITEM_BYTES[manifest.dtype] + (shard.offset or 0)
+    expected = needed if shard.file_bytes is None else shard.file_bytes
     if needed > expected:
-        raise UserError(f"shard {shard['file']} ends at byte {needed:,} of a file of {expected:,} bytes",
+        raise UserError(f"shard {shard.file} ends at byte {needed:,} of a file of {expected:,} bytes",
                         where=str(folder / MANIFEST), instead=_repair_advice(folder, manifest))
     size = path.stat().st_size if os.path.isfile(path) else None
     if size != expected:
         state = "is missing" if size is None else f"has {size:,} bytes"
-        raise UserError(f"shard {shard['file']} {state}; the manifest expects {expected:,} bytes",
+        raise UserError(f"shard {shard.file} {state}; the manifest expects {expected:,} bytes",
                         where=str(path), instead=_repair_advice(folder, manifest))
 
 
@@ -195,21 +222,20 @@ def verify(folder: Path) -> int:
         UserError: a shard is missing, has the wrong size, or has changed.
     """
     manifest = read_manifest(folder)
-    if "parts" in manifest:
-        parts = [Path(part["folder"]) for part in manifest["parts"]]
+    if manifest.parts:
+        parts = [Path(part.folder) for part in manifest.parts]
         return sum(_verify(part, read_part(part, folder)) for part in parts)
     return _verify(folder, manifest)
 
 
-def _verify(folder: Path, manifest: dict[str, Any]) -> int:
-    shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
-    for shard in shards:
-        with reading(folder / shard["file"]):
-            sha256 = (sampled_hash if "file_bytes" in shard else hash_file)(folder / shard["file"])
-        if sha256 != shard["sha256"]:
-            raise UserError(f"shard {shard['file']} has sha256 {sha256}; the manifest expects {shard['sha256']}",
-                            where=str(folder / shard["file"]), instead=_repair_advice(folder, manifest))
-    return len(shards)
+def _verify(folder: Path, manifest: Manifest) -> int:
+    for shard in manifest.shards:
+        with reading(folder / shard.file):
+            sha256 = (sampled_hash if shard.file_bytes is not None else hash_file)(folder / shard.file)
+        if sha256 != shard.sha256:
+            raise UserError(f"shard {shard.file} has sha256 {sha256}; the manifest expects {shard.sha256}",
+                            where=str(folder / shard.file), instead=_repair_advice(folder, manifest))
+    return len(manifest.shards)
 
 
 def sampled_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -231,13 +257,13 @@ def sampled_hash(path: Path) -> str:
     return hashlib.sha256(str(path.stat().st_size).encode() + blocks).hexdigest()
 
 
-def _repair_advice(folder: Path, manifest: dict[str, Any]) -> str:
-    if "written_by" in manifest:
-        return f"copy that file again from the source of {manifest['source']['corpus']}"
+def _repair_advice(folder: Path, manifest: Manifest) -> str:
+    if manifest.written_by is not UNSET:
+        return f"copy that file again from the source of {manifest.source.corpus}"
     quoted = shlex.quote(str(folder.absolute()))
     if (text := read_own(folder / MANIFEST, _MAX_BYTES)) is not None:
-        stored = as_type(dict[str, Any], parse_json(text, MANIFEST, _MAX_BYTES), MANIFEST)
-        return f"create the folder again: rm -r {quoted} && {stored.get('command')} --out {quoted}"
+        own = as_record(Manifest, parse_json(text, MANIFEST, _MAX_BYTES), MANIFEST)
+        return f"create the folder again: rm -r {quoted} && {own.command} --out {quoted}"
     # Another user owns the manifest, so the message does not quote its command, which could be malicious.
     return (f"remove the folder and create it again: python3 -m ezpz_llm.data prepare CORPUS … --out {quoted} "
             '(the manifest has the corpus and options under "command"; check them before you type them)')

@@ -22,7 +22,6 @@ import shlex
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,12 +29,22 @@ from ezpz_llm.base import UserError, open_regular, user_path
 from ezpz_llm.data.corpora import MANY_FILES_VAL_FRACTION, cached_folder
 from ezpz_llm.data.downloads import print_to_stderr, reading
 from ezpz_llm.data.file_signatures import TOKENS, check_tokens, find_signature
-from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL, sampled_blocks, sampled_hash
+from ezpz_llm.data.manifest import (
+    COUNTS,
+    FORMAT,
+    Manifest,
+    Shard,
+    Source,
+    Split,
+    Splits,
+    TokenizerEntry,
+    sampled_blocks,
+    sampled_hash,
+)
 from ezpz_llm.data.token_width import CHECKED_TOKENS, pieces
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import Choice, Tokenizer, gpt2_entry, to_entry
-from ezpz_llm.rundir import write_json
 
 _WRITTEN_BY = "Megatron"
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -219,23 +228,22 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
     item = np.dtype(index.dtype).itemsize
     counts = _count(data, index, vocab_size)
     train_tokens, digest = _validation_start(index), sampled_hash(data.bin)
-    splits = {name: {"tokens": stop - first, "shards": [] if first == stop else [
-        {"file": str(data.bin), "tokens": stop - first, "offset": first * item, "sha256": digest,
-         "file_bytes": index.tokens * item}]}
-        for name, first, stop in ((TRAIN, 0, train_tokens), (VAL, train_tokens, index.tokens))}
+    train, val = (Split(stop - first, [] if first == stop else [
+        Shard(str(data.bin), stop - first, digest, first * item, index.tokens * item)])
+        for first, stop in ((0, train_tokens), (train_tokens, index.tokens)))
     np.save(folder / COUNTS, counts)
-    choice = entry["name"] if data.tokenizer is None else data.tokenizer.words
+    choice = entry.name if data.tokenizer is None else data.tokenizer.words
     if data.tokenizer is not None and data.tokenizer.file is not None:
         copy_files(data.tokenizer.file, folder)
-    write_json(folder / MANIFEST, {
-        "format": FORMAT, "request": data.fingerprint,
-        "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(data.idx), "--tokenizer", choice]),
-        "written_by": _WRITTEN_BY, "document_index": str(data.idx),
-        "source": {"corpus": str(data.idx), "files": 1, "bytes": index.tokens * item, "sampled": int(counts.sum())},
-        "tokenizer": entry, "vocab_size": vocab_size, "end_of_text": end, "dtype": index.dtype,
-        "documents": index.starts.size - 1, "tokens": index.tokens, "unigram_entropy": entropy(counts),
-        "splits": splits,
-    })
+    Manifest(
+        request=data.fingerprint,
+        command=shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(data.idx), "--tokenizer", choice]),
+        written_by=_WRITTEN_BY, document_index=str(data.idx),
+        source=Source(str(data.idx), files=1, bytes=index.tokens * item, sampled=int(counts.sum())),
+        tokenizer=entry, vocab_size=vocab_size, end_of_text=end, dtype=index.dtype,
+        documents=index.starts.size - 1, tokens=index.tokens, unigram_entropy=entropy(counts),
+        splits=Splits(train, val),
+    ).write(folder)
 
 
 def check_megatron(data: MegatronData) -> None:
@@ -292,7 +300,7 @@ def _validation_start(index: MegatronIndex) -> int:
     return int(inner[min(int(np.searchsorted(inner, target)), inner.size - 1)])
 
 
-def _tokenizer_facts(data: MegatronData) -> tuple[dict[str, Any], int, int | None]:
+def _tokenizer_facts(data: MegatronData) -> tuple[TokenizerEntry, int, int | None]:
     """Return the tokenizer's entry, vocabulary size and end-of-text id; does not need gpt2's file."""
     choice = data.tokenizer
     if choice is None or (choice.name == "char" and choice.entry is None):

@@ -20,7 +20,20 @@ from ezpz_llm.data.downloads import print_to_stderr, writing
 from ezpz_llm.data.external_shards import ExternalShards, check_shards, find_external_shards, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
-from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
+from ezpz_llm.data.manifest import (
+    COUNTS,
+    FORMAT,
+    MANIFEST,
+    SHARD_TOKENS,
+    TRAIN,
+    VAL,
+    Manifest,
+    Part,
+    Source,
+    Split,
+    Splits,
+    read_manifest,
+)
 from ezpz_llm.data.megatron import MegatronData, check_megatron, find_megatron, index_megatron
 from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.reader import check_documents
@@ -29,7 +42,6 @@ from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, samples_per_block
 from ezpz_llm.data.tokenize_corpus import entropy, write_dataset
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
 from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, check_files, choose_tokenizer, describe
-from ezpz_llm.rundir import write_json
 
 # Below this size, one more process costs more to start than it saves.
 _BYTES_PER_WORKER = 16 << 20
@@ -105,7 +117,7 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
         _check_same_tokenizer(opened)
     for data in opened:
         if decodes:
-            check_files(data.manifest["tokenizer"], data.folder)
+            check_files(data.manifest.tokenizer, data.folder)
         if block_size is not None:
             for stream in as_mixture(data.split(TRAIN)).streams:
                 windows_per_epoch(len(stream), block_size)
@@ -200,10 +212,10 @@ def _check_default_options(corpus: str, options: Options) -> None:
 
 def _check_tokenizer(folder: Path, choice: Choice | None) -> Path:
     """Check that the requested tokenizer made the tokens in `folder`, and return `folder`."""
-    entry = read_manifest(folder)["tokenizer"]
+    entry = read_manifest(folder).tokenizer
     check_entry(entry, str(folder / MANIFEST))
     if choice is not None and not choice.fits(entry):
-        name = entry["name"] if choice.name != entry["name"] else describe(entry)
+        name = entry.name if choice.name != entry.name else describe(entry)
         raise UserError(f"this folder was prepared with the tokenizer {name}, not {choice.describe()}",
                         where=str(folder),
                         instead=f"omit --tokenizer, or prepare the text with --tokenizer {choice.words}")
@@ -216,7 +228,7 @@ def _reuse_plain_char(request: Request) -> Request:
         return request
     plain = replace(request, tokenizer=choose_tokenizer(request.tokenizer.name))
     same = (_is_finished(plain.folder, plain.fingerprint)
-            and request.tokenizer.fits(read_manifest(plain.folder)["tokenizer"]))
+            and request.tokenizer.fits(read_manifest(plain.folder).tokenizer))
     return plain if same else request
 
 
@@ -227,8 +239,8 @@ def _is_finished(folder: Path, fingerprint: str) -> bool:
     state = "this folder contains other files"
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
-        if manifest["request"] == fingerprint:
-            check_entry(manifest["tokenizer"], str(folder / MANIFEST))
+        if manifest.request == fingerprint:
+            check_entry(manifest.tokenizer, str(folder / MANIFEST))
             return True
         state = ("this folder contains other shards: the corpus, tokenizer or split differs, or the corpus files "
                  "have changed")
@@ -292,21 +304,24 @@ def _write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint:
         histogram += counts / counts.sum() * count / BLOCK
     manifests = [data.manifest for data in opened]
     first = manifests[0]
-    if "kind" in first["tokenizer"]:
-        copy_files(find_copy(opened[0].folder, first["tokenizer"]), folder)
-    write_json(folder / MANIFEST, {
-        "format": FORMAT,
-        "request": fingerprint,
-        "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", words]),
-        "source": {"corpus": words, **{key: sum(manifest["source"][key] for manifest in manifests)
-                                       for key in ("files", "bytes")}},
-        "parts": [{"folder": str(part), "weight": weight} for part, weight in parts],
-        **{key: first[key] for key in ("tokenizer", "vocab_size", "end_of_text", "dtype")},
-        **{key: sum(manifest[key] for manifest in manifests) for key in ("documents", "tokens")},
-        "unigram_entropy": entropy(histogram),
-        "splits": {name: {"tokens": sum(manifest["splits"][name]["tokens"] for manifest in manifests), "shards": []}
-                   for name in first["splits"]},
-    })
+    if first.tokenizer.kind is not None:
+        copy_files(find_copy(opened[0].folder, first.tokenizer), folder)
+    Manifest(
+        request=fingerprint,
+        command=shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", words]),
+        source=Source(words, sum(manifest.source.files for manifest in manifests),
+                      sum(manifest.source.bytes for manifest in manifests)),
+        parts=[Part(str(part), weight) for part, weight in parts],
+        tokenizer=first.tokenizer,
+        vocab_size=first.vocab_size,
+        end_of_text=first.end_of_text,
+        dtype=first.dtype,
+        documents=sum(manifest.documents for manifest in manifests),
+        tokens=sum(manifest.tokens for manifest in manifests),
+        unigram_entropy=entropy(histogram),
+        splits=Splits(Split(sum(manifest.splits.train.tokens for manifest in manifests), []),
+                      Split(sum(manifest.splits.val.tokens for manifest in manifests), [])),
+    ).write(folder)
 
 
 def _check_same_tokenizer(parts: Sequence[TokenData]) -> None:
@@ -320,8 +335,8 @@ def _check_same_tokenizer(parts: Sequence[TokenData]) -> None:
         if data.parts:
             raise UserError("a mixture cannot be part of another mixture", where=str(data.folder),
                             instead="pass its parts, each with a weight")
-        if data.manifest["tokenizer"]["fingerprint"] != first.manifest["tokenizer"]["fingerprint"]:
-            names = [part.manifest["tokenizer"]["name"] for part in (first, data)]
+        if data.manifest.tokenizer.fingerprint != first.manifest.tokenizer.fingerprint:
+            names = [part.manifest.tokenizer.name for part in (first, data)]
             both = f"{names[0]} and {names[1]}" if names[0] != names[1] else f"two different {names[0]} tables"
             raise UserError(f"the parts of a mixture must have the same tokenizer; these have {both}",
                             where=f"{first.folder} and {data.folder}",

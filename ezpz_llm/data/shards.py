@@ -14,13 +14,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
+from msgspec import UNSET
 
 from ezpz_llm.base import UserError, apportion, open_regular, unknown_name_error
 from ezpz_llm.data.downloads import reading
-from ezpz_llm.data.manifest import MANIFEST, SHARD, SHARD_TOKENS, TRAIN, VAL, read_manifest, read_part
+from ezpz_llm.data.manifest import (
+    MANIFEST,
+    SHARD,
+    SHARD_TOKENS,
+    TRAIN,
+    VAL,
+    Manifest,
+    Shard,
+    Split,
+    read_manifest,
+    read_part,
+)
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
 from ezpz_llm.rundir import hash_file
 
@@ -121,11 +133,11 @@ class TokenData:
         parts: folders and weights of a mixture; empty for a single folder.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.parts = [(TokenData(part, read_part(part, folder)), weight) for part, weight in
-                      ((Path(entry["folder"]), entry["weight"]) for entry in manifest.get("parts", ()))]
+        self.parts = [(TokenData(Path(part.folder), read_part(Path(part.folder), folder)), part.weight)
+                      for part in manifest.parts or ()]
 
     @classmethod
     def open(cls, folder: Path) -> TokenData:
@@ -143,17 +155,17 @@ class TokenData:
         Raises:
             UserError: this version's tokenizer of that name differs, or the tokenizer's file or library is missing.
         """
-        return from_entry(self.manifest["tokenizer"], str(self.folder / MANIFEST), self.folder)
+        return from_entry(self.manifest.tokenizer, str(self.folder / MANIFEST), self.folder)
 
     @property
     def vocab_size(self) -> int:
         """Number of ids of the tokenizer."""
-        return self.manifest["vocab_size"]
+        return self.manifest.vocab_size
 
     @property
     def unigram_entropy(self) -> float:
         """Unigram entropy in nats per token: the loss of a model that knows only token frequencies."""
-        return self.manifest["unigram_entropy"]
+        return self.manifest.unigram_entropy
 
     @property
     def fingerprint(self) -> str:
@@ -161,14 +173,13 @@ class TokenData:
         if self.parts:
             hashes = [text for part, weight in self.parts for text in (part.fingerprint, f" {weight!r} ")]
         else:
-            hashes = [shard["sha256"] for name in (TRAIN, VAL) for shard in self.manifest["splits"][name]["shards"]]
+            hashes = [shard.sha256 for shard in self.manifest.shards]
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def split(self, name: str) -> TokenStream | Mixture:
         """Return the split "train" or "val"."""
-        splits = self.manifest["splits"]
-        if name not in splits:
-            raise unknown_name_error("split", name, splits, where=str(self.folder / MANIFEST))
+        if name not in (TRAIN, VAL):
+            raise unknown_name_error("split", name, (TRAIN, VAL), where=str(self.folder / MANIFEST))
         if self.parts:
             folders = [str(part.folder) for part, _ in self.parts]
             return Mixture(tuple(part._stream(name) for part, _ in self.parts),
@@ -177,11 +188,11 @@ class TokenData:
 
     def _stream(self, name: str) -> TokenStream:
         """Return a split of a folder that is not a mixture."""
-        shards = self.manifest["splits"][name]["shards"]
-        dtype = np.dtype(self.manifest["dtype"]).newbyteorder("<")
-        return TokenStream([(self.folder / shard["file"], shard["tokens"]) for shard in shards], dtype,
-                           f"split {name!r} of {self.folder}", [shard.get("offset", 0) for shard in shards],
-                           self.vocab_size if "document_index" in self.manifest else None)
+        shards = (self.manifest.splits.train if name == TRAIN else self.manifest.splits.val).shards
+        dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
+        return TokenStream([(self.folder / shard.file, shard.tokens) for shard in shards], dtype,
+                           f"split {name!r} of {self.folder}", [shard.offset or 0 for shard in shards],
+                           self.vocab_size if self.manifest.document_index is not UNSET else None)
 
     def first_tokens(self, count: int) -> np.ndarray:
         """Return the first training tokens; for a mixture, the tokens of its first part."""
@@ -297,12 +308,10 @@ class ShardWriter:
                 os.truncate(path, remaining * self.dtype.itemsize)
         self.tokens = min(self.tokens, keep)
 
-    def manifest_entry(self) -> dict[str, Any]:
+    def manifest_entry(self) -> Split:
         """Return the split's entry in the manifest; reads each shard once more to hash it."""
         self.close()
-        shards = [{"file": path.name, "tokens": tokens, "sha256": hash_file(path)}
-                  for path, _, tokens in self._shards()]
-        return {"tokens": self.tokens, "shards": shards}
+        return Split(self.tokens, [Shard(path.name, tokens, hash_file(path)) for path, _, tokens in self._shards()])
 
     def _path(self, index: int) -> Path:
         return self.folder / f"{self.split}_{index:06d}{SHARD}"

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from ezpz_llm.base import UserError
-from ezpz_llm.data.atomic_dir import JOURNAL, InterruptedWriteError, Journal, clear
+from ezpz_llm.data.atomic_dir import JOURNAL, InterruptedWriteError, Journal, Written, clear
 from ezpz_llm.data.corpora import Request
 from ezpz_llm.data.downloads import print_to_stderr, progress
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.hub import resolve_revision
-from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD, TRAIN, VAL
+from ezpz_llm.data.manifest import COUNTS, SHARD, TRAIN, VAL, Broken, Manifest, Source, Splits, TokenizerEntry
 from ezpz_llm.data.reader import Piece, Reading, Task, tasks, texts
 from ezpz_llm.data.shards import ShardWriter
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, to_entry
-from ezpz_llm.rundir import write_json
 
 # At most this much work is lost if the process is killed. Saves wait for the disk, so they should not be frequent.
 _SECONDS_BETWEEN_SAVES = 2.0
@@ -70,13 +70,13 @@ class _Work:
         """Sync the shards, then save the journal that describes them."""
         for writer in (self.train, self.val):
             writer.sync()
-            self.journal.written[writer.split] = {"tokens": writer.tokens}
+            self.journal.written[writer.split] = Written(writer.tokens)
         self.journal.counts = self.counts.tolist()
         self.journal.save(self.folder)
 
     def resume(self) -> bool:
         """Resume the shards in the journal; return False if some of them are missing or too short."""
-        train, val = (self.journal.written[split]["tokens"] for split in (TRAIN, VAL))
+        train, val = (self.journal.written[split].tokens for split in (TRAIN, VAL))
         if not self.val.resume_after(val):
             return False
         if not self.journal.read_all:
@@ -90,7 +90,7 @@ class _Work:
         fraction = self.request.options.val_fraction
         if fraction is None:
             return
-        total = self.journal.written[TRAIN]["tokens"] if self.journal.read_all else self.train.tokens
+        total = self.journal.written[TRAIN].tokens if self.journal.read_all else self.train.tokens
         keep = int(total * (1 - fraction))
         if not self.journal.read_all:
             self.train.copy_tail(keep, self.val)
@@ -127,9 +127,9 @@ def write_dataset(request: Request, folder: Path, workers: int, show: bool) -> N
         (folder / JOURNAL).unlink(missing_ok=True)
         raise
     if show:
-        for remark in reading_notes(manifest["source"]):
+        for remark in reading_notes(manifest.source):
             print_to_stderr(f"note: {remark}")
-        print_to_stderr(f"prepared {manifest['tokens']:,} tokens in {time.monotonic() - began:.1f} s: "
+        print_to_stderr(f"prepared {manifest.tokens:,} tokens in {time.monotonic() - began:.1f} s: "
                         f"{request.folder}")
 
 
@@ -236,7 +236,7 @@ def _make_tokenizer(request: Request, revision: str | None) -> Tokenizer:
     return CharTokenizer("".join(sorted(characters)))
 
 
-def _finish(work: _Work) -> dict[str, Any]:
+def _finish(work: _Work) -> Manifest:
     """Split the tokens, write the manifest, and return it."""
     request, corpus, journal = work.request, work.request.corpus, work.journal
     if request.options.val_tokens is not None and not work.train.tokens:
@@ -244,55 +244,45 @@ def _finish(work: _Work) -> dict[str, Any]:
                         f"validation split takes the first {request.options.val_tokens:,}", where=corpus.words,
                         instead=f"pass --val-tokens {work.tokens // 100}")
     work.split_validation()
-    val = ({"val_fraction": request.options.val_fraction} if request.options.val_tokens is None
-           else {"val_tokens": request.options.val_tokens})
-    manifest = {
-        "format": FORMAT,
-        "request": request.fingerprint,
-        "command": request.command,
-        "source": {"corpus": corpus.words, "files": len(corpus.files), "bytes": journal.source_bytes,
-                   **corpus.facts, **journal.facts, **_reading_facts(work)},
-        "tokenizer": journal.tokenizer,
-        "vocab_size": work.tokenizer.vocab_size,
-        "end_of_text": work.tokenizer.end_of_text,
-        "dtype": work.train.dtype.name,
-        "documents": journal.documents,
-        "tokens": work.tokens,
-        "unigram_entropy": entropy(work.counts),
-        **val,
-        "splits": {TRAIN: work.train.manifest_entry(), VAL: work.val.manifest_entry()},
-    }
+    options, key = request.options, request.options.text_key
+    manifest = Manifest(
+        request=request.fingerprint,
+        command=request.command,
+        source=Source(corpus.words, len(corpus.files), journal.source_bytes, python=corpus.python,
+                      revision=journal.facts.get("revision"), text_key=None if key == TEXT else key,
+                      broken=Broken(journal.broken, journal.broken_first) if journal.broken else None,
+                      byte_order_marks=journal.marks or None),
+        tokenizer=journal.tokenizer,
+        vocab_size=work.tokenizer.vocab_size,
+        end_of_text=work.tokenizer.end_of_text,
+        dtype=work.train.dtype.name,
+        documents=journal.documents,
+        tokens=work.tokens,
+        unigram_entropy=entropy(work.counts),
+        val_fraction=UNSET if options.val_fraction is None else options.val_fraction,
+        val_tokens=UNSET if options.val_tokens is None else options.val_tokens,
+        splits=Splits(work.train.manifest_entry(), work.val.manifest_entry()),
+    )
     np.save(work.folder / COUNTS, work.counts)
-    write_json(work.folder / MANIFEST, manifest)
+    manifest.write(work.folder)
     return manifest
 
 
-def _reading_facts(work: _Work) -> dict[str, Any]:
-    """Return the manifest's entries about the text key, broken documents and byte-order marks."""
-    journal, key = work.journal, work.request.options.text_key
-    facts: dict[str, Any] = {"text_key": key} if key != TEXT else {}
-    if journal.broken:
-        facts["broken"] = {"documents": journal.broken, "first": journal.broken_first}
-    if journal.marks:
-        facts["byte_order_marks"] = journal.marks
-    return facts
-
-
-def reading_notes(source: Mapping[str, Any], shown: int = 5) -> Iterator[str]:
-    """Yield notes for the user on a manifest's "source": skipped documents, sampling, byte-order marks.
+def reading_notes(source: Source, shown: int = 5) -> Iterator[str]:
+    """Yield notes for the user on a manifest's source: skipped documents, sampling, byte-order marks.
 
     Args:
         shown: number of skipped documents to list.
     """
-    if "broken" in source:
-        first = source["broken"]["first"]
+    if source.broken is not None:
+        first = source.broken.first
         listed = "".join(f"\n  {error}" for error in first[:shown])
-        ellipsis = "\n  …" if 0 < shown < source["broken"]["documents"] else ""
-        yield f"skipped {source['broken']['documents']:,} broken documents{listed}{ellipsis}"
-    if "sampled" in source:
-        yield f"the unigram entropy is an estimate from {source['sampled']:,} tokens"
-    if "byte_order_marks" in source:
-        yield f"dropped {source['byte_order_marks']:,} byte-order marks at the start of files"
+        ellipsis = "\n  …" if 0 < shown < source.broken.documents else ""
+        yield f"skipped {source.broken.documents:,} broken documents{listed}{ellipsis}"
+    if source.sampled is not None:
+        yield f"the unigram entropy is an estimate from {source.sampled:,} tokens"
+    if source.byte_order_marks:
+        yield f"dropped {source.byte_order_marks:,} byte-order marks at the start of files"
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -361,7 +351,7 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
                    sum(isinstance(piece, Piece) and piece.has_mark for piece in task.pieces))
 
 
-def _encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, folder: Path) -> Iterator[Encoded]:
+def _encode_all(tasks: Iterable[Task], entry: TokenizerEntry, workers: int, folder: Path) -> Iterator[Encoded]:
     """Yield the tasks' tokens in order, encoded in this process or in a pool with bounded memory.
 
     Args:
@@ -382,7 +372,7 @@ def _encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, f
     waiting: deque = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_encode_in_worker, task, dict(entry), folder))
+            waiting.append(pool.submit(_encode_in_worker, task, entry, folder))
             if len(waiting) >= _QUEUED_TASKS_PER_WORKER * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -395,7 +385,7 @@ def _encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, f
         pool.shutdown(cancel_futures=True)
 
 
-def _encode_in_worker(task: Task, entry: Mapping[str, Any], folder: Path) -> Encoded:
+def _encode_in_worker(task: Task, entry: TokenizerEntry, folder: Path) -> Encoded:
     return encode_task(task, from_entry(entry, folder=folder))
 
 

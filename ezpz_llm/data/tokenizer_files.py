@@ -11,15 +11,16 @@ import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ezpz_llm.base import MAX_IDS, UserError, import_package, read_bytes, read_json
 from ezpz_llm.data.downloads import reading
+from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.data.text import find_checked_cut, replace_surrogates
 from ezpz_llm.rundir import RunDir
 
@@ -47,20 +48,20 @@ def find_file(path: Path) -> Path | None:
     return next((path / name for name in (_TOKENIZER_JSON, *_MODELS) if (path / name).is_file()), None)
 
 
-def find_copy(folder: Path, entry: Mapping[str, Any]) -> Path:
+def find_copy(folder: Path, entry: TokenizerEntry) -> Path:
     """Return the copy of a tokenizer's file in a folder of shards, or in the run of a checkpoint.
 
     Raises:
         UserError: no copy is found.
     """
-    name = KINDS[entry["kind"]]
+    name = KINDS[entry.kind or ""]
     run = RunDir(folder.absolute().parent.parent).tokenizer
     for path in (folder / name, run / name):
         if path.is_file():
             return path
-    raise UserError(f"the {name} of the tokenizer {entry['name']}, which made these tokens, is missing",
+    raise UserError(f"the {name} of the tokenizer {entry.name}, which made these tokens, is missing",
                     where=f"{folder} and {run}",
-                    instead=f"copy the {name} with the fingerprint {entry['fingerprint'][:12]} to one of them, or "
+                    instead=f"copy the {name} with the fingerprint {entry.fingerprint[:12]} to one of them, or "
                             "pass its folder: --tokenizer DIR")
 
 
@@ -80,7 +81,7 @@ def copy_files(source: Path, folder: Path) -> None:
                 shutil.copyfile(source.parent / companion, folder / companion)
 
 
-def entry_of_file(path: Path) -> dict[str, Any]:
+def entry_of_file(path: Path) -> TokenizerEntry:
     """Return the manifest entry of the tokenizer in a file.
 
     Raises:
@@ -88,26 +89,26 @@ def entry_of_file(path: Path) -> dict[str, Any]:
     """
     stats = path.stat()
     config = path.parent / _CONFIG
-    return dict(_entry(path.absolute(), stats.st_size, stats.st_mtime_ns,
-                       config.stat().st_mtime_ns if config.is_file() else 0))
+    return _entry(path.absolute(), stats.st_size, stats.st_mtime_ns,
+                  config.stat().st_mtime_ns if config.is_file() else 0)
 
 
 @functools.lru_cache(maxsize=16)
-def _entry(path: Path, size: int, mtime_ns: int, config_mtime_ns: int) -> dict[str, Any]:
+def _entry(path: Path, size: int, mtime_ns: int, config_mtime_ns: int) -> TokenizerEntry:
     kind = _kind(path)
     name = path.absolute().parent.name if path.name in _KNOWN else path.stem
     if kind == "sentencepiece":
         content = read_bytes(path, _MAX_BYTES)
         model = _sentencepiece(path, content)
         end = model.eos_id()
-        return {"name": name, "kind": kind, "fingerprint": hashlib.sha256(content).hexdigest(),
-                "vocab_size": model.vocab_size(), "end_of_text": end if end >= 0 else None}
+        return TokenizerEntry(name, hashlib.sha256(content).hexdigest(), kind=kind,
+                              vocab_size=model.vocab_size(), end_of_text=end if end >= 0 else None)
     table = _Table.read(path)
-    return {"name": name, "kind": kind, "fingerprint": table.fingerprint(),
-            "vocab_size": max(table.ids.values()) + 1, "end_of_text": table.end_of_text(path.parent / _CONFIG)}
+    return TokenizerEntry(name, table.fingerprint(), kind=kind, vocab_size=max(table.ids.values()) + 1,
+                          end_of_text=table.end_of_text(path.parent / _CONFIG))
 
 
-def _kind(path: Path) -> str:
+def _kind(path: Path) -> Literal["tokenizers", "sentencepiece"]:
     return "tokenizers" if path.suffix == ".json" else "sentencepiece"
 
 
@@ -153,7 +154,7 @@ class _Table:
         return next((self.ids[name] for name in names if name in self.ids), None)
 
 
-def load(path: Path, entry: Mapping[str, Any] | None = None) -> FileTokenizer:
+def load(path: Path, entry: TokenizerEntry | None = None) -> FileTokenizer:
     """Load the tokenizer in a file.
 
     Args:
@@ -163,30 +164,27 @@ def load(path: Path, entry: Mapping[str, Any] | None = None) -> FileTokenizer:
         UserError: the library is not installed, the file is damaged, or its fingerprint differs from the entry's.
     """
     actual = entry_of_file(path)
-    if entry is not None and entry["fingerprint"] != actual["fingerprint"]:
-        raise UserError(f"this tokenizer did not make the tokens: {entry['name']} has the fingerprint "
-                        f"{entry['fingerprint'][:12]}, this file has {actual['fingerprint'][:12]}", where=str(path),
-                        instead=f"replace it with the {KINDS[entry['kind']]} that made the tokens")
-    return _load(path, tuple((actual if entry is None else entry).items()))
+    if entry is not None and entry.fingerprint != actual.fingerprint:
+        raise UserError(f"this tokenizer did not make the tokens: {entry.name} has the fingerprint "
+                        f"{entry.fingerprint[:12]}, this file has {actual.fingerprint[:12]}", where=str(path),
+                        instead=f"replace it with the {KINDS[entry.kind or '']} that made the tokens")
+    return _load(path, entry or actual)
 
 
 @functools.lru_cache(maxsize=4)
-def _load(path: Path, entry: tuple[tuple[str, Any], ...]) -> FileTokenizer:
+def _load(path: Path, entry: TokenizerEntry) -> FileTokenizer:
     # The entry is part of the cache key, because it differs if the file has changed.
     tokenizer = _JsonTokenizer if _kind(path) == "tokenizers" else _ModelTokenizer
-    return tokenizer(path, dict(entry))
+    return tokenizer(path, entry)
 
 
 class FileTokenizer:
     """Tokenizer of another library, loaded from `path`."""
 
-    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, entry: TokenizerEntry) -> None:
         self.path = path
-        self.entry = dict(entry)
-        self.name: str = entry["name"]
-        self.vocab_size: int = entry["vocab_size"]
-        self.end_of_text: int | None = entry["end_of_text"]
-        self.fingerprint: str = entry["fingerprint"]
+        self.entry, self.name, self.fingerprint = entry, entry.name, entry.fingerprint
+        self.vocab_size, self.end_of_text = entry.vocab_size or 0, entry.end_of_text
 
     def encode(self, text: str) -> np.ndarray:
         """Return ids (1-d, uint32); lone surrogates become U+FFFD if the library rejects them."""
@@ -221,7 +219,7 @@ class FileTokenizer:
 class _JsonTokenizer(FileTokenizer):
     """Tokenizer from a tokenizer.json; special tokens within a text are encoded as ordinary text."""
 
-    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, entry: TokenizerEntry) -> None:
         super().__init__(path, entry)
         tokenizers = import_package("tokenizers", f"the tokenizer in {path.name}", "tokenizers", str(path))
         try:
@@ -245,7 +243,7 @@ class _JsonTokenizer(FileTokenizer):
 class _ModelTokenizer(FileTokenizer):
     """Tokenizer from a SentencePiece *.model; control symbols within a text are encoded as ordinary text."""
 
-    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, entry: TokenizerEntry) -> None:
         super().__init__(path, entry)
         self._inner = _sentencepiece(path, read_bytes(path, _MAX_BYTES))
         try:

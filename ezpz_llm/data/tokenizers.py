@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
-from ezpz_llm.base import UserError, as_type, read_json, require_package, unknown_name_error, user_path
+from ezpz_llm.base import UserError, read_json, require_package, unknown_name_error, user_path
+from ezpz_llm.base.records import as_record
 from ezpz_llm.data.downloads import PublicFile
 from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry
 from ezpz_llm.data.text import find_cut, replace_surrogates
@@ -211,34 +212,34 @@ def install_gpt2(folder: Path) -> Path:
                     instead=f"pass the folder that contains vocab.bpe, published at {GPT2_VOCAB.address}")
 
 
-def to_entry(tokenizer: Tokenizer) -> dict[str, Any]:
+def to_entry(tokenizer: Tokenizer) -> TokenizerEntry:
     """Return a tokenizer's manifest entry, from which (with its file, if any) `from_entry` can load it."""
     if isinstance(tokenizer, FileTokenizer):
-        return dict(tokenizer.entry)
-    entry = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
-    return entry | {"table": tokenizer.characters} if isinstance(tokenizer, CharTokenizer) else entry
+        return tokenizer.entry
+    table = tokenizer.characters if isinstance(tokenizer, CharTokenizer) else None
+    return TokenizerEntry(tokenizer.name, tokenizer.fingerprint, table)
 
 
-def gpt2_entry() -> dict[str, Any]:
+def gpt2_entry() -> TokenizerEntry:
     """Return the manifest entry of gpt2; does not need its file."""
-    return {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
+    return TokenizerEntry("gpt2", GPT2_FINGERPRINT)
 
 
-def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
+def check_entry(entry: TokenizerEntry, where: str | None = None) -> None:
     """Check that a built-in tokenizer in a manifest is the same as this version's; needs no file.
 
     Raises:
         UserError: a different version of that tokenizer made the tokens.
     """
-    if "kind" in entry:
+    if entry.kind is not None:
         return  # `load` compares the fingerprint of its file
-    if entry["name"] != "gpt2":
+    if entry.name != "gpt2":
         from_entry(entry, where)
-    elif entry["fingerprint"] != GPT2_FINGERPRINT:
+    elif entry.fingerprint != GPT2_FINGERPRINT:
         raise _other_tokenizer_error(entry, GPT2_FINGERPRINT, where)
 
 
-def check_files(entry: Mapping[str, Any], folder: Path) -> None:
+def check_files(entry: TokenizerEntry, folder: Path) -> None:
     """Check that a manifest's tokenizer can be loaded, without loading it.
 
     Args:
@@ -247,14 +248,14 @@ def check_files(entry: Mapping[str, Any], folder: Path) -> None:
     Raises:
         UserError: its file or its library is not on this machine.
     """
-    if "kind" in entry:
-        require_package(entry["kind"], f"the tokenizer {entry['name']}", entry["kind"], str(folder))
+    if entry.kind is not None:
+        require_package(entry.kind, f"the tokenizer {entry.name}", entry.kind, str(folder))
         find_copy(folder, entry)
-    elif entry["name"] == "gpt2":
+    elif entry.name == "gpt2":
         GPT2_VOCAB.find()
 
 
-def from_entry(entry: Mapping[str, Any], where: str | None = None, folder: Path | None = None) -> Tokenizer:
+def from_entry(entry: TokenizerEntry, where: str | None = None, folder: Path | None = None) -> Tokenizer:
     """Load the tokenizer that made a manifest's tokens.
 
     Args:
@@ -263,17 +264,17 @@ def from_entry(entry: Mapping[str, Any], where: str | None = None, folder: Path 
     Raises:
         UserError: the tokenizer's file is missing, or its fingerprint differs from the entry's.
     """
-    if "kind" in entry:
+    if entry.kind is not None:
         return load(find_copy(folder or Path(), entry), entry)
-    tokenizer = get_tokenizer(entry["name"], entry.get("table", ""))
-    if tokenizer.fingerprint != entry["fingerprint"]:
+    tokenizer = get_tokenizer(entry.name, entry.table or "")
+    if tokenizer.fingerprint != entry.fingerprint:
         raise _other_tokenizer_error(entry, tokenizer.fingerprint, where)
     return tokenizer
 
 
-def _other_tokenizer_error(entry: Mapping[str, Any], fingerprint: str, where: str | None) -> UserError:
+def _other_tokenizer_error(entry: TokenizerEntry, fingerprint: str, where: str | None) -> UserError:
     return UserError(
-        f"another {entry['name']} tokenizer made these tokens: its fingerprint is {entry['fingerprint']}, "
+        f"another {entry.name} tokenizer made these tokens: its fingerprint is {entry.fingerprint}, "
         f"here it is {fingerprint}", where=where, instead="prepare the corpus again",
     )
 
@@ -304,7 +305,7 @@ class Choice:
 
     name: str
     words: str
-    entry: Mapping[str, Any] | None = None
+    entry: TokenizerEntry | None = None
     file: Path | None = None
 
     @property
@@ -312,13 +313,13 @@ class Choice:
         """Further part of its identity: the characters of "char", or hash of another library's table."""
         if self.entry is None:
             return None
-        return self.entry["fingerprint"] if "kind" in self.entry else self.entry.get("table")
+        return self.entry.fingerprint if self.entry.kind else self.entry.table
 
-    def fits(self, entry: Mapping[str, Any]) -> bool:
+    def fits(self, entry: TokenizerEntry) -> bool:
         """Return True if the tokenizer with the manifest entry `entry` satisfies this request."""
         if self.entry is None:
-            return self.name == entry["name"] and "kind" not in entry
-        return self.entry["fingerprint"] == entry["fingerprint"]
+            return self.name == entry.name and entry.kind is None
+        return self.entry.fingerprint == entry.fingerprint
 
     def describe(self) -> str:
         """Return its name for messages, with the fingerprint if the name alone is ambiguous."""
@@ -331,17 +332,17 @@ class Choice:
         return get_tokenizer(self.name) if self.entry is None else from_entry(self.entry, self.words)
 
 
-def describe(entry: Mapping[str, Any]) -> str:
+def describe(entry: TokenizerEntry) -> str:
     """Return a tokenizer's name, its size if the entry has it, and the start of its fingerprint."""
-    size = f"{len(entry['table'])} characters, " if "table" in entry else ""
-    if "kind" in entry:
-        size = f"{entry['kind']}, {entry['vocab_size']:,} tokens, "
-    return f"{entry['name']} ({size}fingerprint {entry['fingerprint'][:12]})"
+    size = f"{len(entry.table)} characters, " if entry.table is not None else ""
+    if entry.kind is not None:
+        size = f"{entry.kind}, {entry.vocab_size:,} tokens, "
+    return f"{entry.name} ({size}fingerprint {entry.fingerprint[:12]})"
 
 
-def tokenizer_argument(entry: Mapping[str, Any], folder: Path) -> str:
+def tokenizer_argument(entry: TokenizerEntry, folder: Path) -> str:
     """Return the value of --tokenizer for the tokenizer of `folder`."""
-    return str(folder.absolute()) if "table" in entry or "kind" in entry else entry["name"]
+    return str(folder.absolute()) if entry.table is not None or entry.kind is not None else entry.name
 
 
 def choose_tokenizer(words: str) -> Choice:
@@ -363,18 +364,18 @@ def choose_tokenizer(words: str) -> Choice:
                         "this folder contains no tokenizer" if path.is_dir() else
                         "this file is not a tokenizer: its name ends in neither .json nor .model",
                         where=f"--tokenizer {path}", instead=f"pass {_ACCEPTED}")
-    if "kind" not in entry:
-        return Choice(entry["name"], tokenizer_argument(entry, path), entry)
-    require_package(entry["kind"], f"the tokenizer {entry['name']}", entry["kind"], f"--tokenizer {path}")
-    return Choice(entry["name"], str(path), entry, find_file(path) or find_copy(path, entry))
+    if entry.kind is None:
+        return Choice(entry.name, tokenizer_argument(entry, path), entry)
+    require_package(entry.kind, f"the tokenizer {entry.name}", entry.kind, f"--tokenizer {path}")
+    return Choice(entry.name, str(path), entry, find_file(path) or find_copy(path, entry))
 
 
-def find_entry(path: Path) -> Mapping[str, Any] | None:
+def find_entry(path: Path) -> TokenizerEntry | None:
     """Return the manifest entry of the tokenizer in a file or folder; None if there is none."""
     for name in (_STATE, MANIFEST):
-        entry = _read_json_object(path / name).get("tokenizer")
-        if isinstance(entry, dict) and {"name", "fingerprint"} <= entry.keys():
-            return as_type(TokenizerEntry, entry, str(path / name), "tokenizer")
+        stored = _read_json_object(path / name).get("tokenizer")
+        if isinstance(stored, dict) and {"name", "fingerprint"} <= stored.keys():
+            return as_record(TokenizerEntry, stored, str(path / name), "tokenizer")
     file = find_file(path)
     if file is None:
         return None
@@ -387,7 +388,7 @@ def find_unsupported_tokenizer(folder: Path) -> str | None:
     return next((name for file, name in _OTHER_FILES.items() if (folder / file).is_file()), None)
 
 
-def match_built_in(stored: Mapping[str, Any]) -> dict[str, Any] | None:
+def match_built_in(stored: Mapping[str, Any]) -> TokenizerEntry | None:
     """Return the manifest entry of the built-in tokenizer that is equivalent to a tokenizer.json, or None.
 
     Compares fingerprints of the table in `stored`, so gpt2's file is not needed.
@@ -398,7 +399,7 @@ def match_built_in(stored: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def _match_built_in(stored: Mapping[str, Any]) -> dict[str, Any] | None:
+def _match_built_in(stored: Mapping[str, Any]) -> TokenizerEntry | None:
     model, added = stored["model"], stored.get("added_tokens") or []
     changes = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                "ignore_merges")

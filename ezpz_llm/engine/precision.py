@@ -21,6 +21,7 @@ from torch import nn
 from ezpz_llm.base import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.private_names import cpu_has_amx, cpu_has_avx512_bf16
+from ezpz_llm.engine.loss_scale_state import LossScaleState
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.precision_recipes import RECIPES, supports_masters
@@ -148,11 +149,10 @@ class LossScale:
             self.good_steps = 0
             self._tolerated = self._settings.hysteresis - 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return scale, consecutive good steps and remaining tolerated overflows, for a checkpoint."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self._tolerated}
+    def state(self) -> LossScaleState:
+        """Return the state for a checkpoint."""
+        return LossScaleState(self.scale, self.good_steps, self._tolerated)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
-        self.scale, self.good_steps, self._tolerated = (state[name] for name in ("scale", "good_steps",
-                                                                                   "tolerated"))
+    def restore(self, state: LossScaleState) -> None:
+        """Restore the state from `state`."""
+        self.scale, self.good_steps, self._tolerated = state.scale, state.good_steps, state.tolerated

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
-from ezpz_llm.base import NoFile, UserError, as_dataclass, count_noun, open_regular, parse_json
+from ezpz_llm.base import NoFile, UserError, count_noun, open_regular, parse_json
+from ezpz_llm.base.records import Whole, as_record
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.backends import DEVICES
 
@@ -33,13 +35,12 @@ ENDINGS = 4
 _MAX_LINE = 1 << 20
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(Struct, frozen=True):
     """Line of the published file; its other keys are ignored."""
 
     ctx: str
     endings: tuple[str, ...]
-    label: int | str
+    label: Whole | str
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
 
 def _item(line: str, where: str) -> Item:
     try:
-        stored = as_dataclass(_Stored, parse_json(line, where, _MAX_LINE), where, drop_unknown=True)
+        stored = as_record(_Stored, parse_json(line, where, _MAX_LINE), where)
         item = Item(stored.ctx, stored.endings, int(stored.label))
     except (UserError, ValueError) as error:
         raise UserError(f"the line is not a HellaSwag item: {getattr(error, 'found', error)}", where=where,

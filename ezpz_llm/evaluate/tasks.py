@@ -81,7 +81,7 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
 
     data = open_corpus(planned.corpus, planned.tokenizer, dist, planned.text_key)
     check_vocabulary(data.vocab_size, plan.model)
-    _warn(dist, tokenizer_mismatch(plan.source, data.manifest["tokenizer"]))
+    _warn(dist, tokenizer_mismatch(plan.source, data.manifest.tokenizer))
     windows = ValidationWindows(data.split("val"), plan.model.block_size, planned.tokens)
     engine = open_model(plan, dist)
     with engine.evaluating():
@@ -95,7 +95,7 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
         _warn(dist, f"the loss is above ln V = {guess:.4f}, the loss of a uniform guess among "
                     f"{plan.model.vocab_size} tokens. Check the tokenizer and the weights")
     return {"val_loss": loss, "val_tokens": tokens, "corpus": planned.corpus,
-            "tokenizer": data.manifest["tokenizer"]["name"]}
+            "tokenizer": data.manifest.tokenizer.name}
 
 
 def _warn(dist: Dist, text: str | None) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ezpz_llm.base import UserError, nearest_names, read_json, untrusted_input, user_path
 from ezpz_llm.checkpoint import DamagedCheckpointError, find
-from ezpz_llm.checkpoint.manifest import read_state
+from ezpz_llm.checkpoint.state import State, read_state
+from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.hf.config import from_hf
 from ezpz_llm.model.config import ModelConfig
 
@@ -27,18 +27,18 @@ class Source:
     """Folder with weights, and the configuration of their model.
 
     `tokenizer` is the tokenizer's entry in the manifest of the run's token shards (see `ezpz_llm.data.tokenizers`),
-    None if unknown. `state` is the content of a checkpoint's state.json, empty for a Hugging Face folder.
+    None if unknown. `state` is the content of a checkpoint's state.json, None for a Hugging Face folder.
     """
 
     kind: Literal["checkpoint", "hf"]
     folder: Path
     model: ModelConfig
-    tokenizer: Mapping[str, Any] | None
-    state: Mapping[str, Any]
+    tokenizer: TokenizerEntry | None
+    state: State | None
 
     def describe(self) -> str:
         """Return folder and step, for messages."""
-        return f"{self.folder} (step {self.state['step']})" if self.kind == "checkpoint" else str(self.folder)
+        return f"{self.folder} (step {self.state.step})" if self.state is not None else str(self.folder)
 
 
 def find_source(where: str, option: str) -> Source:
@@ -98,7 +98,7 @@ def _hf_source(folder: Path) -> Source:
     if not isinstance(stored, dict):
         raise UserError("config.json is not a JSON object", where=str(path),
                         instead="the config.json that belongs to the weights")
-    return Source("hf", folder, from_hf(stored, str(path)), None, {})
+    return Source("hf", folder, from_hf(stored, str(path)), None, None)
 
 
 def _checkpoint_source(path: Path, option: str) -> Source:
@@ -109,12 +109,7 @@ def _checkpoint_source(path: Path, option: str) -> Source:
     except UserError as error:
         raise UserError(error.found, where=option, instead=error.instead) from None
     state = read_state(folder)
-    try:
-        model = ModelConfig(**state["model"])  # ModelConfig checks the types
-    except (KeyError, TypeError) as error:
-        raise UserError(f"state.json does not describe a model that this version supports ({error})",
-                        where=str(folder), instead="the version that saved it") from error
-    return Source("checkpoint", folder, model, state.get("tokenizer"), state)
+    return Source("checkpoint", folder, state.config(folder), state.tokenizer, state)
 
 
 def _cached_snapshot(hub_id: str, option: str) -> Path:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.data.corpora import prepared_folder
-from ezpz_llm.data.manifest import MANIFEST, read_manifest
+from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry, read_manifest
 from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizer_files import COMPANIONS, copy_files, find_copy, find_file, load
@@ -31,7 +30,7 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import write_json
 
 
-def entry_of(source: Source) -> Mapping[str, Any] | None:
+def entry_of(source: Source) -> TokenizerEntry | None:
     """Return the manifest entry of the weights' tokenizer; None if it is unknown or unsupported."""
     return find_entry(source.folder) if source.tokenizer is None else source.tokenizer
 
@@ -66,13 +65,13 @@ def tokenizer_argument_for(source: Source, given: str | None, corpus: str, asked
         raise _mismatch(source, own, choice.describe(), "--tokenizer")
     for part, _ in find_mixture(corpus) or [(corpus, 1.0)]:
         folder = prepared_folder(corpus=part)
-        of_corpus = None if folder is None else read_manifest(folder)["tokenizer"]
-        if of_corpus is not None and of_corpus["fingerprint"] != own["fingerprint"]:
+        of_corpus = None if folder is None else read_manifest(folder).tokenizer
+        if of_corpus is not None and of_corpus.fingerprint != own.fingerprint:
             raise _mismatch(source, own, describe(of_corpus), str(folder))
     return tokenizer_argument(own, source.folder)
 
 
-def _mismatch(source: Source, own: Mapping[str, Any], of_corpus: str, where: str) -> UserError:
+def _mismatch(source: Source, own: TokenizerEntry, of_corpus: str, where: str) -> UserError:
     return UserError(f"the weights' tokenizer is {describe(own)}, the corpus's is {of_corpus}: the same ids mean "
                      "different text", where=f"{where}, and {source.folder}",
                      instead=f"prepare it with --tokenizer {tokenizer_argument(own, source.folder)}, or pass the "
@@ -80,14 +79,14 @@ def _mismatch(source: Source, own: Mapping[str, Any], of_corpus: str, where: str
                              "--tokenizer")
 
 
-def tokenizer_mismatch(source: Source, used: Mapping[str, Any]) -> str | None:
+def tokenizer_mismatch(source: Source, used: TokenizerEntry) -> str | None:
     """Return a warning if tokens were not made with the weights' own tokenizer.
 
     Args:
         used: manifest entry of the tokenizer that made the tokens.
     """
     own = entry_of(source)
-    if own is not None and own["fingerprint"] == used["fingerprint"]:
+    if own is not None and own.fingerprint == used.fingerprint:
         return None
     name = describe(own) if own is not None else find_unsupported_tokenizer(source.folder)
     if name is None:
@@ -139,7 +138,7 @@ def _given_tokenizer(given: str, source: Source) -> Tokenizer:
         return load(file)
     if given == "char":
         own = entry_of(source)
-        if own is not None and own["name"] == given:
+        if own is not None and own.name == given:
             return from_entry(own, str(source.folder))
         raise UserError("the tokenizer char depends on its corpus", where="--tokenizer",
                         instead="the folder with the corpus's token shards")
@@ -162,7 +161,7 @@ _BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_p
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
 
 
-def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int, folder: Path,
+def write_tokenizer(entry: TokenizerEntry | None, block_size: int, folder: Path,
                     origin: Path | None = None) -> tuple[int | None, str | None]:
     """Write tokenizer.json, or tokenizer.model, and tokenizer_config.json, which AutoTokenizer loads.
 
@@ -179,12 +178,12 @@ def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int, folder: Pa
     """
     if entry is None:
         return None, "the checkpoint does not say which tokenizer made its data"
-    if "kind" in entry:
+    if entry.kind is not None:
         return _copy(entry, block_size, folder, origin or folder)
     try:
-        fields = {"bytes": _bytes, "char": _characters, "gpt2": _gpt2}[entry["name"]](entry)
+        fields = {"bytes": _bytes, "char": _characters, "gpt2": _gpt2}[entry.name](entry)
     except KeyError:
-        return None, f"Hugging Face has no equivalent of the tokenizer {entry['name']}"
+        return None, f"Hugging Face has no equivalent of the tokenizer {entry.name}"
     except UserError as error:
         return None, error.found
     end_of_text = next((token["id"] for token in fields["added_tokens"]), None)
@@ -197,7 +196,7 @@ def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int, folder: Pa
     return end_of_text, None
 
 
-def _copy(entry: Mapping[str, Any], block_size: int, folder: Path,
+def _copy(entry: TokenizerEntry, block_size: int, folder: Path,
           origin: Path) -> tuple[int | None, str | None]:
     try:
         file = find_file(origin) or find_copy(origin, entry)
@@ -206,7 +205,7 @@ def _copy(entry: Mapping[str, Any], block_size: int, folder: Path,
         return None, f"{error.found} ({error.instead})"
     copy_files(file, folder)
     # Do not guess a class of transformers for a *.model without configuration: its classes give different ids.
-    if entry["kind"] == "tokenizers" and not (folder / COMPANIONS[0]).is_file():
+    if entry.kind == "tokenizers" and not (folder / COMPANIONS[0]).is_file():
         end = {} if tokenizer.end_of_text is None else {"eos_token": tokenizer.decode([tokenizer.end_of_text])}
         write_json(folder / COMPANIONS[0], {
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
@@ -214,7 +213,7 @@ def _copy(entry: Mapping[str, Any], block_size: int, folder: Path,
     return tokenizer.end_of_text, None
 
 
-def _gpt2(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt2(entry: TokenizerEntry) -> dict[str, Any]:
     merges = [line for line in GPT2_VOCAB.find().read_text("utf-8").split("\n")[1:] if line]
     alphabet = byte_alphabet()
     # Ids of vocab.bpe: the bytes in the alphabet's order, then one per merge.
@@ -222,7 +221,7 @@ def _gpt2(entry: Mapping[str, Any]) -> dict[str, Any]:
     return _byte_level({token: rank for rank, token in enumerate(tokens)}, merges, use_regex=True)
 
 
-def _bytes(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _bytes(entry: TokenizerEntry) -> dict[str, Any]:
     alphabet = byte_alphabet()
     return _byte_level({alphabet[value]: value for value in range(256)}, [], use_regex=False)
 
@@ -235,7 +234,7 @@ def _byte_level(vocabulary: dict[str, int], merges: list[str], use_regex: bool) 
             "model": {**_BPE, "vocab": vocabulary, "merges": merges}}
 
 
-def _characters(entry: Mapping[str, Any]) -> dict[str, Any]:
-    vocabulary = {character: number for number, character in enumerate(entry["table"])}
+def _characters(entry: TokenizerEntry) -> dict[str, Any]:
+    vocabulary = {character: number for number, character in enumerate(entry.table or "")}
     return {"added_tokens": [], "pre_tokenizer": None, "decoder": {"type": "Fuse"},
             "model": {**_BPE, "vocab": vocabulary, "merges": []}}

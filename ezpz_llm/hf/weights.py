@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ezpz_llm.base import UserError, as_dataclass, join_file_name, open_regular, read_json
+from ezpz_llm.base import UserError, join_file_name, open_regular, read_json
+from ezpz_llm.base.records import as_record
 from ezpz_llm.base.version import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
@@ -193,8 +195,7 @@ class CheckpointWeights(Weights):
         return self._note_non_finite(name, result).view([stop - start for start, stop in box])
 
 
-@dataclass(frozen=True)
-class _IndexFile:
+class _IndexFile(Struct, frozen=True):
     weight_map: dict[str, str]
 
 
@@ -268,7 +269,7 @@ class _HfWeights(Weights):
         if present[0] == _SINGLE:
             return [(_SINGLE, name) for name in self.open(_SINGLE).keys()]  # noqa: SIM118 (not a mapping)
         where = str(self.where / _INDEX)
-        index = as_dataclass(_IndexFile, read_json(self.where / _INDEX), where, drop_unknown=True)
+        index = as_record(_IndexFile, read_json(self.where / _INDEX), where)
         files = sorted({join_file_name(self.where, file, where).name for file in index.weight_map.values()})
         stored = [(file, name) for file in files for name in self.open(file).keys()]  # noqa: SIM118
         pairs = set(stored)
@@ -375,8 +376,11 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
 
 
 def _write_config(folder: Path, source: Source, dtype: str, end_of_text: int | None) -> None:
-    provenance = {"version": __version__, "from": str(source.folder.absolute()),
-                  **{key: source.state[key] for key in ("step", "consumed") if key in source.state}}
+    provenance: dict[str, str | int] = {"version": __version__, "from": str(source.folder.absolute())}
+    if source.state is not None:
+        provenance["step"] = source.state.step
+        if source.state.consumed is not None:
+            provenance["consumed"] = source.state.consumed
     write_json(folder / CONFIG, {**to_hf(source.model, dtype=str(DTYPES[dtype]).removeprefix("torch."),
                                          end_of_text=end_of_text), "ezpz_llm": provenance})
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ezpz_llm.base import UserError, count_noun, user_path
 from ezpz_llm.base.shell_commands import to_typable

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from msgspec import Struct
 
 from ezpz_llm.base import UserError
 from ezpz_llm.observe.tables import Table
@@ -40,6 +41,27 @@ class Pair:
         return "faster" if low > 1 else "slower" if high < 1 else "no difference shown"
 
 
+class PairRecord(Struct, frozen=True):
+    """Member of `points` in the output of `scale compare --json`: a point that both studies measured."""
+
+    point: str
+    tokens_per_second: tuple[float, float]
+    ratio: float
+    ratio_interval: tuple[float, float] | None
+    efficiency: tuple[float, float] | None
+    verdict: str
+
+
+class ComparisonRecord(Struct, frozen=True):
+    """Output of `scale compare --json`."""
+
+    studies: tuple[str, str]
+    confidence: float
+    points: list[PairRecord]
+    only_in: tuple[tuple[str, ...], tuple[str, ...]]
+    differences: dict[str, tuple[str, str]]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Comparison of two studies.
@@ -55,17 +77,17 @@ class Comparison:
     only_in: tuple[tuple[str, ...], tuple[str, ...]]
     differences: dict[str, tuple[str, str]]
 
-    def as_record(self) -> dict[str, Any]:
-        """Return the comparison as JSON values."""
-        return {
-            "studies": list(self.names), "confidence": CONFIDENCE,
-            "points": [{"point": pair.first.name, "tokens_per_second": [pair.first.tokens_per_second,
-                                                                         pair.second.tokens_per_second],
-                        "ratio": pair.speed_ratio.value, "ratio_interval": pair.speed_ratio.interval,
-                        "efficiency": [share.value for share in pair.efficiencies] if pair.efficiencies else None,
-                        "verdict": pair.verdict} for pair in self.pairs],
-            "only_in": [list(names) for names in self.only_in],
-            "differences": {name: list(values) for name, values in self.differences.items()}}
+    def record(self) -> ComparisonRecord:
+        """Return the output of `scale compare --json`."""
+        return ComparisonRecord(
+            studies=self.names, confidence=CONFIDENCE,
+            points=[PairRecord(
+                point=pair.first.name,
+                tokens_per_second=(pair.first.tokens_per_second, pair.second.tokens_per_second),
+                ratio=pair.speed_ratio.value, ratio_interval=pair.speed_ratio.interval,
+                efficiency=pair.efficiencies and (pair.efficiencies[0].value, pair.efficiencies[1].value),
+                verdict=pair.verdict) for pair in self.pairs],
+            only_in=self.only_in, differences=self.differences)
 
 
 def compare(first: Findings, second: Findings) -> Comparison:

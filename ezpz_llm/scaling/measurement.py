@@ -7,9 +7,10 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.explain.split import Split, split_run

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.base import UserError, as_dataclass, count_noun, parse_json
+from ezpz_llm.base import UserError, count_noun, parse_json
+from ezpz_llm.base.records import as_record
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, remove_options, value_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
@@ -306,7 +307,7 @@ def check_command(command: Sequence[str], ranks: int, directory: Path, what: str
     env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
     process = run_check(command, ranks, env, "--json", cwd=directory, what=f"the check of {what}")
     try:
-        report = as_dataclass(CheckReport, parse_json(process.stdout, what), what)
+        report = as_record(CheckReport, parse_json(process.stdout, what), what)
     except UserError as error:  # it crashed before it could print a report
         raise UserError(f"{what} cannot run: {(process.stderr or process.stdout).strip()}") from error
     if process.returncode or report.layout is None:

@@ -7,19 +7,21 @@ import os
 import random
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ezpz_llm.base import NoFile, UserError, as_dataclass, read_json
+from msgspec import Struct
+
+from ezpz_llm.base import NoFile, UserError, read_json
+from ezpz_llm.base.records import Whole, as_plain, as_record
 from ezpz_llm.rundir import RunDir, append_line, locked, read_lines, without_secrets, write_json
 from ezpz_llm.rundir.records import Environment, Launch, read_record
 
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(Struct, frozen=True):
     """Point of a study: a size under a layout and a mode.
 
     Attributes:
@@ -30,17 +32,16 @@ class Point:
     name: str
     mode: Mode
     ds_config: str
-    nodes: int
-    ranks: int
-    global_batch: int
-    micro_batch: int
-    accumulation: int
+    nodes: Whole
+    ranks: Whole
+    global_batch: Whole
+    micro_batch: Whole
+    accumulation: Whole
     launch: tuple[str, ...]
     command: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Study:
+class Study(Struct, frozen=True):
     """Definition of a study.
 
     Attributes:
@@ -53,12 +54,12 @@ class Study:
     """
 
     unit: str
-    repeats: int
-    seed: int
+    repeats: Whole
+    seed: Whole
     typed: tuple[str, ...]
     directory: str
     hosts: str | None
-    threads: int | None
+    threads: Whole | None
     points: tuple[Point, ...]
     notes: tuple[str, ...] = ()
 
@@ -88,7 +89,7 @@ class Study:
 
     def write(self, folder: Path) -> None:
         """Write study.json."""
-        write_json(study_file(folder), {"version": _VERSION, **without_secrets(asdict(self), os.environ)})
+        write_json(study_file(folder), {"version": _VERSION, **without_secrets(as_plain(self), os.environ)})
 
 
 def study_file(folder: Path) -> Path:
@@ -112,9 +113,9 @@ def read_study(folder: Path) -> Study:
     except NoFile:
         raise UserError("this is not a study: it has no study.json", where=str(folder),
                         instead="the folder that ezpz-llm scale printed (runs/scale-…)") from None
-    if not isinstance(stored, dict) or stored.pop("version", None) != _VERSION:
+    if not isinstance(stored, dict) or stored.get("version") != _VERSION:
         raise UserError("study.json was written by another version", where=str(study_file(folder)))
-    return as_dataclass(Study, stored, str(study_file(folder)), drop_unknown=True)
+    return as_record(Study, stored, str(study_file(folder)))
 
 
 def nodes_of_repeat(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:
@@ -132,8 +133,7 @@ SPLIT = ("compute", "exposed_communication", "data", "optimizer", "other")
 """Keys of `Repeat.split`."""
 
 
-@dataclass(frozen=True)
-class Repeat:
+class Repeat(Struct, frozen=True):
     """Measurements of one finished run of a point, read from its run directory.
 
     For a failed run, `error` is set and measurements are None or empty; batch and ranks are those planned.
@@ -160,21 +160,21 @@ class Repeat:
     point: str
     mode: Mode
     ds_config: str
-    nodes: int
-    ranks: int
-    repeat: int
-    global_batch: int
-    micro_batch: int
-    accumulation: int
+    nodes: Whole
+    ranks: Whole
+    repeat: Whole
+    global_batch: Whole
+    micro_batch: Whole
+    accumulation: Whole
     run_dir: str
-    block_size: int = 0
+    block_size: Whole = 0
     step_times_s: tuple[float, ...] = ()
     tokens_per_second: float | None = None
     mfu: float | None = None
-    peak_device_bytes: int | None = None
-    peak_host_bytes: int | None = None
+    peak_device_bytes: Whole | None = None
+    peak_host_bytes: Whole | None = None
     split: dict[str, float] | None = None
-    slowest_rank: int | None = None
+    slowest_rank: Whole | None = None
     slowest_host: str | None = None
     first_loss: float | None = None
     last_loss: float | None = None
@@ -194,7 +194,7 @@ def points_file(study: Path) -> Path:
 def add_repeat(study: Path, repeat: Repeat) -> None:
     """Append a finished repeat under a lock, since jobs of one study may append concurrently."""
     with locked(study, math.inf):
-        append_line(points_file(study), asdict(repeat))
+        append_line(points_file(study), as_plain(repeat))
 
 
 def read_repeats(study: Path) -> list[Repeat]:
@@ -207,7 +207,7 @@ def read_repeats(study: Path) -> list[Repeat]:
     repeats: dict[tuple[str, int], Repeat] = {}
     try:
         for line in read_lines(path):
-            repeat = as_dataclass(Repeat, line, str(path), drop_unknown=True)
+            repeat = as_record(Repeat, line, str(path))
             repeats.pop((repeat.point, repeat.repeat), None)
             repeats[repeat.point, repeat.repeat] = repeat
     except UserError as error:

@@ -6,11 +6,11 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from ezpz_llm import checkpoint
 from ezpz_llm.launch.variables import SAVING
 from ezpz_llm.rundir.records import CheckpointCost
+from ezpz_llm.trainer.callbacks.spike_guard import SpikeGuard
 from ezpz_llm.trainer.session import Session
 
 
@@ -25,11 +25,11 @@ def save(session: Session, *, blocking: bool = False) -> None:
     if session.checkpoints.latest_step == session.step:
         return
     session.data.position = session.data.position.agree(session.dist)
-    saver, state = session.checkpoints.saver, _state(session)
+    saver, progress = session.checkpoints.saver, _progress(session)
 
     def start() -> checkpoint.Saved | None:
         """Start saving; return the checkpoint if it is complete."""
-        note = saver.start(session.engine, state, at_once=blocking)
+        note = saver.start(session.engine, progress, at_once=blocking)
         if note and session.dist.is_main:
             session.metrics.erase_live_line()
             print(f"note: checkpoints are not written in the background: {note}", flush=True)
@@ -49,12 +49,12 @@ def advance_async_save(session: Session) -> None:
         _attempt(session, session.checkpoints.saver.advance)
 
 
-def _state(session: Session) -> dict[str, Any]:
-    position, tokens = session.data.position, session.data.tokens
-    return {"step": session.step, "consumed": position.consumed, "sample_hash": position.sample_hash,
-            "seed": session.config.seed, "data": tokens.fingerprint,
-            "tokenizer": tokens.manifest.get("tokenizer"), "model": asdict(session.plan.model),
-            **session.callbacks.state()}
+def _progress(session: Session) -> checkpoint.Progress:
+    position, tokens, states = session.data.position, session.data.tokens, session.callbacks.states()
+    return checkpoint.Progress(
+        step=session.step, consumed=position.consumed, sample_hash=position.sample_hash, seed=session.config.seed,
+        data=tokens.fingerprint, tokenizer=tokens.manifest.tokenizer, model=asdict(session.plan.model),
+        guard=states.pop(SpikeGuard.name, None), callbacks=states)
 
 
 def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import read_state
+from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.launch.addresses import is_local_address
 from ezpz_llm.launch.devices import has_no_accelerator
 from ezpz_llm.launch.precheck import CheckReport, read_places
@@ -71,7 +71,7 @@ def _check(options: Options) -> CheckReport:
     resolved, batch = plan.resolved, plan.resolved.batch
     changes = None
     if plan.config.resume is not None:
-        changes = resume_warning(plan, read_state(find(Path(plan.config.resume)))["step"])
+        changes = resume_warning(plan, read_state(find(Path(plan.config.resume))).step)
     warnings = (warning(plan, options, places), changes and f"warning: {changes}",
                 *(f"warning: {remark}" for remark in setting_warnings(plan)))
     return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,

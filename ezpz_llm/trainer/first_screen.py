@@ -23,13 +23,13 @@ from ezpz_llm.trainer.plan import RunPlan
 def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
     """Return rows for model, data, batch, steps, layout and checkpoints, `width` columns wide."""
     model, batch, config = plan.model, plan.resolved.batch, plan.config
-    tokens = {split: format_number(entry["tokens"]) for split, entry in data.manifest["splits"].items()}
+    tokens = {split: format_number(count) for split, count in data.manifest.split_tokens.items()}
     per_step = batch.global_batch * model.block_size
     micro_steps = f" x {batch.accumulation} micro-steps" if batch.accumulation > 1 else ""
     return align_rows([
         ("model", f"{config.model}: {parameter_count(model):,} parameters ({count_noun(model.n_layer, 'layer')}, "
                   f"{count_noun(model.n_head, 'head')}, width {model.n_embd})"),
-        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']}: {tokens['train']} training tokens, "
+        ("data", f"{config.corpus} as {data.manifest.tokenizer.name}: {tokens['train']} training tokens, "
                  f"{tokens['val']} validation tokens"),
         ("batch", f"{batch.global_batch} x {model.block_size} = {per_step:,} tokens per step "
                   f"({count_noun(batch.micro_batch, 'sequence')} per rank{micro_steps})"),

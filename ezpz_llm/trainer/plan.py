@@ -6,11 +6,10 @@ import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from ezpz_llm.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range, UserError, shorten_value, user_path
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import read_state
+from ezpz_llm.checkpoint.state import State, read_state
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import check_corpus
@@ -235,9 +234,10 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
 def _known_vocabulary(config: TrainConfig) -> int | None:
     """Return the vocabulary size if it is known before tokenization, to reject models that are too small early."""
     if config.tokenizer is not None:
-        return (choose_tokenizer(config.tokenizer).entry or {}).get("vocab_size")
+        entry = choose_tokenizer(config.tokenizer).entry
+        return None if entry is None else entry.vocab_size
     folder = prepared_folder(config.corpus)
-    return None if folder is None else read_manifest(folder)["vocab_size"]
+    return None if folder is None else read_manifest(folder).vocab_size
 
 
 def _check_resume(plan: RunPlan, where: str) -> Path:
@@ -251,7 +251,7 @@ def _check_resume(plan: RunPlan, where: str) -> Path:
     return folder
 
 
-def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | None = None) -> None:
+def check_state(plan: RunPlan, folder: Path, state: State, data: str | None = None) -> None:
     """Check that a run can resume from a checkpoint with this state.
 
     Args:
@@ -260,12 +260,15 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
     Raises:
         UserError: the seed, data or model differs, or the checkpoint's step is not below `--steps`.
     """
-    config = plan.config
-    if state["seed"] != config.seed:
-        raise UserError(f"the checkpoint's seed is {state['seed']}, this run's is {config.seed}: the order of "
+    config, model = plan.config, state.model
+    if model is None or None in (state.consumed, state.sample_hash, state.seed, state.data):
+        raise UserError("the checkpoint was not saved by the trainer, or its state.json is incomplete",
+                        where=str(folder), instead="resume from a checkpoint of ezpz_llm.train")
+    if state.seed != config.seed:
+        raise UserError(f"the checkpoint's seed is {state.seed}, this run's is {config.seed}: the order of "
                         "samples would change", where=str(folder),
                         instead="the same seed, or a new run without --resume")
-    if data is not None and state["data"] != data:
+    if data is not None and state.data != data:
         raise UserError(f"the tokens of {config.corpus} differ from the checkpoint's: the training "
                         "samples would change", where=str(folder),
                         instead="the text, tokenizer and validation split of the checkpoint's run, or a new run "
@@ -273,14 +276,13 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
     for name, value in asdict(plan.model).items():
         # Rotary embeddings have no table, so they allow any context length.
         may_differ = name in _MAY_CHANGE or (name == "block_size" and plan.model.position == "rope")
-        if not may_differ and state["model"].get(name, value) != value:
-            raise UserError(f"the checkpoint is of another model: {name} is {state['model'][name]} in the "
+        if not may_differ and model.get(name, value) != value:
+            raise UserError(f"the checkpoint is of another model: {name} is {model[name]} in the "
                             f"checkpoint and {value} in this run", where=str(folder),
                             instead="use the model options of the run that saved it")
-    if state["step"] >= config.steps:
-        raise UserError(f"the checkpoint is of step {state['step']}, but this run ends at step {config.steps}",
-                        where=str(folder), instead=f"--steps {2 * state['step']}, or any number above "
-                                                   f"{state['step']}")
+    if state.step >= config.steps:
+        raise UserError(f"the checkpoint is of step {state.step}, but this run ends at step {config.steps}",
+                        where=str(folder), instead=f"--steps {2 * state.step}, or any number above {state.step}")
 
 
 def _invalid(options: Options, name: str, instead: str) -> UserError:

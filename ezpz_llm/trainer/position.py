@@ -34,9 +34,9 @@ class Position:
     own: int = 0
 
     @classmethod
-    def at(cls, consumed: int, sample_hash: str) -> Position:
-        """Return the position recorded in a checkpoint."""
-        return cls(consumed, int(sample_hash, 16) % _MODULUS)
+    def at(cls, consumed: int | None, sample_hash: str | None) -> Position:
+        """Return the position recorded in a checkpoint, which is 0 if it is missing."""
+        return cls(consumed or 0, int(sample_hash or "0", 16) % _MODULUS)
 
     def advance(self, samples: int, own: int) -> Position:
         """Return the position after the next `samples` samples; `own` is the hash of this rank's share."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, shorten_value, user_path
-from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_checkpoint
+from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import DEFAULT, FROM_DS_CONFIG, Origin, ValueSource, read_sources
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
@@ -72,7 +72,7 @@ def find_resume_point(options: Options) -> ResumePoint:
     if has_checkpoint(target):
         options = _with_settings(options, run, record).set(options.sources["resume"], resume=str(target))
         state, steps = read_state(find(target)), options.config.steps
-        step = state["step"]
+        step = state.step
         if step != steps:
             check_data(options, _chosen(given), run, record, state)
             return ResumePoint(options)

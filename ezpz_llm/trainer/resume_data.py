@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import Any
 
 from ezpz_llm.base import UserError, user_path
+from ezpz_llm.checkpoint.state import State
 from ezpz_llm.data.corpora import CORPORA
 from ezpz_llm.data.mixture import canonical_corpus, find_mixture
 from ezpz_llm.data.prepare import find_prepared
@@ -18,7 +18,7 @@ from ezpz_llm.trainer.options import Options
 
 
 def check_data(options: Options, chosen: set[str], run: RunDir, record: RunRecord,
-               state: dict[str, Any]) -> None:
+               state: State) -> None:
     """Check that corpus, tokenizer and text key select the tokens that the run was trained on.
 
     Corpora with different names may hold the same tokens. If the new corpus is prepared, compare fingerprints
@@ -35,7 +35,7 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: RunRecor
         UserError: the tokens differ, or may differ.
     """
     config, saved = options.config, record.config or {}
-    saved_tokenizer = state.get("tokenizer")
+    saved_tokenizer = state.tokenizer
     if "tokenizer" in chosen and config.tokenizer and saved_tokenizer \
             and not choose_tokenizer(config.tokenizer).fits(saved_tokenizer):
         raise _mismatch(run, "tokenizer", describe(saved_tokenizer), config.tokenizer)
@@ -46,7 +46,7 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: RunRecor
     if "corpus" in chosen and _identity(config.corpus) not in (_identity(before), _identity(source)):
         folder = find_prepared(config.corpus, config.tokenizer, config.text_key)
         is_mixture = bool(find_mixture(config.corpus))
-        differs = (TokenData.open(folder).fingerprint != state.get("data") if folder else
+        differs = (TokenData.open(folder).fingerprint != state.data if folder else
                     is_mixture or source in CORPORA or os.path.exists(user_path(source)))
         if differs:
             advice = ("" if folder or is_mixture else f"; if {config.corpus} holds the same text, prepare it "

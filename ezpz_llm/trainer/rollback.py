@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from ezpz_llm import checkpoint
 from ezpz_llm.checkpoint.retention import candidates
+from ezpz_llm.checkpoint.state import State
 from ezpz_llm.rundir.records import Rollback, read_record, update_record
 from ezpz_llm.trainer.checkpoint_saves import finish_save
 from ezpz_llm.trainer.plan import check_state
@@ -47,23 +47,23 @@ def _roll_back(session: Session, source: str | Path, reason: str) -> None:
     This follows Chowdhery et al. 2022 (arXiv:2204.02311, section 5.1): their spikes occurred only for a particular
     combination of model state and samples, and did not recur with other samples from the same state.
     """
-    def accept(folder: Path, state: dict[str, Any]) -> None:
+    def accept(folder: Path, state: State) -> None:
         """Reject a checkpoint that does not fit, or that was written during bad steps if there is an older one."""
         check_state(session.plan, folder, state, session.data.tokens.fingerprint)
         # Only an early end saves during bad steps.
-        if (state.get("guard") or {}).get("streak") and folder != candidates(source)[-1]:
+        if (state.guard or {}).get("streak") and folder != candidates(source)[-1]:
             raise checkpoint.DamagedCheckpointError("the checkpoint was written during bad steps",
                                                     where=str(folder))
 
     loaded = checkpoint.load_newest(source, session.engine, session.dist, accept)
-    reached, session.step = session.step, loaded.state["step"]
-    session.callbacks.restore(loaded.state)
+    reached, session.step = session.step, loaded.state.step
+    session.callbacks.restore(loaded.state.callback_states)
     session.spikes.streak = 0
     session.rollbacks.append(session.step)
     session.checkpoints.latest_step = session.step
     session.early_end.rolled_back()
     session.metrics.rewind(session.step)
-    skipped = session.data.position.consumed - loaded.state["consumed"]
+    skipped = session.data.position.consumed - (loaded.state.consumed or 0)
     if session.dist.is_main:
         print(f"warning: {reason}\n  rolled back from step {reached} to the checkpoint of step {session.step}; the "
               f"{skipped} samples since then are skipped", file=sys.stderr, flush=True)

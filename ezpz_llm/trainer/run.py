@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ezpz_llm import checkpoint
 from ezpz_llm.checkpoint.retention import Keep
 from ezpz_llm.checkpoint.saver import Saver
+from ezpz_llm.checkpoint.state import State
 from ezpz_llm.data.samples import ReadAhead, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
@@ -107,7 +107,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     first_step, state = 0, None
     if config.resume is not None:
         state = resume_from_checkpoint(plan, tokens, engine, dist)
-        first_step, data.position = state["step"], Position.at(state["consumed"], state["sample_hash"])
+        first_step, data.position = state.step, Position.at(state.consumed, state.sample_hash)
     tracking = Tracking(parse_trackers(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)
@@ -119,7 +119,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     all_callbacks = Callbacks(ordered, context)
     all_callbacks.describe_added()
     if state is not None:
-        all_callbacks.restore(state)
+        all_callbacks.restore(state.callback_states)
     # If a tracker's server does not respond, end the run on every rank.
     run_together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
     saver = Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every), in_background=config.save_async)
@@ -153,7 +153,7 @@ def dropout_seed(config: TrainConfig, dist: Dist) -> int:
     return seed_for(config.seed, "dropout", dist.mesh.place("pp", "dp", "sp")[0]) % 2**63
 
 
-def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> dict[str, Any]:
+def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> State:
     """Load the newest intact checkpoint of `--resume` and return its state.
 
     Raises:
@@ -161,21 +161,21 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
     """
     config = plan.config
 
-    def accept(folder: Path, state: dict[str, Any]) -> None:
+    def accept(folder: Path, state: State) -> None:
         check_state(plan, folder, state, data.fingerprint)
 
     loaded = checkpoint.load_newest(config.resume, engine, dist, accept)
     state = loaded.state
-    if not state["rng_restored"]:
+    if not loaded.rng_restored:
         # With another layout or number of ranks, no saved random state fits. Seed by the step, so that the dropout
         # masks of the first steps are not repeated.
-        torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state["step"] % 2**24) % 2**63)
+        torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state.step % 2**24) % 2**63)
     if dist.is_main:
         for damage in loaded.skipped:
             print(f"warning: {damage.found}\n  where:   {damage.where}\n"
                   f"  the run resumes from {loaded.folder.name} instead", file=sys.stderr, flush=True)
-        print(f"resuming after step {state['step']} ({state['consumed']} samples) from {loaded.folder}", flush=True)
-        if (changes := resume_warning(plan, state["step"])) is not None:
+        print(f"resuming after step {state.step} ({state.consumed} samples) from {loaded.folder}", flush=True)
+        if (changes := resume_warning(plan, state.step)) is not None:
             print(f"warning: {changes}", file=sys.stderr, flush=True)
     return state
 

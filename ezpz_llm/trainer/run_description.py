@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import reading_notes
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
@@ -44,9 +45,9 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
         parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
         data=_describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
         peak=work.peak, ceiling=work.ceiling)
-    if "kind" in data.manifest["tokenizer"]:
+    if data.manifest.tokenizer.kind is not None:
         # Machines without the shards need the tokenizer to use a checkpoint of this run.
-        file = find_copy(data.folder, data.manifest["tokenizer"])
+        file = find_copy(data.folder, data.manifest.tokenizer)
         dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
     text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if plan.verbose else
             first_screen(plan, data, dist, terminal_width()))
@@ -56,16 +57,16 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
 def _describe_data(data: TokenData) -> Data:
     """Describe the run's data for run.json, without the tokenizer's table."""
     manifest = data.manifest
-    return Data(folder=str(data.folder), source=manifest["source"], tokenizer=manifest["tokenizer"]["name"],
-                vocab_size=data.vocab_size, documents=manifest["documents"],
-                tokens={split: entry["tokens"] for split, entry in manifest["splits"].items()},
+    return Data(folder=str(data.folder), source=as_plain(manifest.source), tokenizer=manifest.tokenizer.name,
+                vocab_size=data.vocab_size, documents=manifest.documents,
+                tokens=manifest.split_tokens,
                 fingerprint=data.fingerprint)
 
 
 def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> str:
     """Return the table that --verbose prints before the first step."""
     model, batch, config = plan.model, plan.resolved.batch, plan.config
-    tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
+    tokens = data.manifest.split_tokens
     peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
     rows = [
         ("world", f"{count_noun(dist.world_size, 'rank')} ({dist.info.source}), {dist.device.type}{peak}, "
@@ -76,7 +77,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
                   f"{count_noun(batch.dp_size, 'rank')})"),
         ("model", f"{config.model}: {count_noun(model.n_layer, 'layer')}, {count_noun(model.n_head, 'head')}, "
                   f"{model.n_embd} wide, {parameter_count(model):,} parameters"),
-        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
+        ("data", f"{config.corpus} as {data.manifest.tokenizer.name} ({data.vocab_size} symbols): "
                  f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
                  f"token frequencies alone give a loss of {data.unigram_entropy:.4f}"),
         ("optimizer", f"{OPTIMIZERS[plan.resolved.optimizer].printed}, lr {config.lr:g} to {config.min_lr:g} "
@@ -99,14 +100,14 @@ def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork,
                                     *flop_and_peak_rows(work, flops)]
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
-                                          *reading_notes(data.manifest["source"], shown=0))),
+                                          *reading_notes(data.manifest.source, shown=0))),
             *(("warning", remark) for remark in (*setting_warnings(plan), *_tokenizer_warnings(plan, data)))]
 
 
 def _tokenizer_warnings(plan: RunPlan, data: TokenData) -> list[str]:
     if plan.init_weights_source is None:
         return []
-    return [text] if (text := tokenizer_mismatch(plan.init_weights_source, data.manifest["tokenizer"])) else []
+    return [text] if (text := tokenizer_mismatch(plan.init_weights_source, data.manifest.tokenizer)) else []
 
 
 def _describe_saves(plan: RunPlan, dist: Dist) -> str:

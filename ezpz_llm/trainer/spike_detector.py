@@ -14,12 +14,26 @@ import struct
 from collections import deque
 from typing import Any
 
+from msgspec import Struct
+
+from ezpz_llm.base.records import Whole
 from ezpz_llm.trainer.config import TrainConfig
 
 _WINDOW = 128
 """Number of most recent steps in the medians of loss and gradient norm."""
 MIN_STEPS = 32
 """Minimum number of steps for a median."""
+
+
+class SpikeState(Struct, frozen=True):
+    """State of a `SpikeDetector` in a checkpoint; `limit` is None for no limit."""
+
+    norms: list[float]
+    losses: list[float]
+    streak: Whole
+    first_bad: Whole | None
+    skipped: Whole
+    limit: float | None
 
 
 class SpikeDetector:
@@ -95,16 +109,14 @@ class SpikeDetector:
         return (f"{self.streak} bad steps in a row, from step {self.first_bad} on: loss or gradient norm is NaN, "
                 f"Inf or far above the median (last loss {last:.4g}, median {median:.4g})")
 
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON values."""
-        return {"norms": list(self._norms), "losses": list(self._losses), "streak": self.streak,
-                "first_bad": self.first_bad, "skipped": self.skipped,
-                "limit": self.limit if math.isfinite(self.limit) else None}
+    def state(self) -> SpikeState:
+        """Return the state for a checkpoint."""
+        return SpikeState(list(self._norms), list(self._losses), self.streak, self.first_bad, self.skipped,
+                          self.limit if math.isfinite(self.limit) else None)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: SpikeState) -> None:
         """Restore the state saved in a checkpoint."""
-        self._norms, self._losses = (deque(state[name], maxlen=_WINDOW) for name in ("norms", "losses"))
-        self.streak, self.first_bad, self.skipped = state["streak"], state["first_bad"], state["skipped"]
+        self._norms, self._losses = deque(state.norms, maxlen=_WINDOW), deque(state.losses, maxlen=_WINDOW)
+        self.streak, self.first_bad, self.skipped = state.streak, state.first_bad, state.skipped
         # A run without --spike-norm may be resumed with it, and vice versa.
-        is_limited = state["limit"] is not None and self._config.spike_norm
-        self.limit = state["limit"] if is_limited else math.inf
+        self.limit = state.limit if state.limit is not None and self._config.spike_norm else math.inf

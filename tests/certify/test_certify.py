@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.case import dtype_findings, published_traffic, theoretical_numbers
+from ezpz_llm.certify.case import Observed, dtype_findings, published_traffic, theoretical_numbers
 from ezpz_llm.certify.cases import (
     Case,
     all_cases,
@@ -30,6 +32,19 @@ from ezpz_llm.certify.cases import (
     split_runnable,
 )
 from ezpz_llm.certify.injected_faults import FAULTS
+from ezpz_llm.certify.records import (
+    CaseResult,
+    CertificateRecord,
+    KindTraffic,
+    Machine,
+    MemoryPart,
+    Noise,
+    RankCollectives,
+    ReferenceSummary,
+    SkippedCase,
+    SummaryNoise,
+    Worst,
+)
 from ezpz_llm.certify.reference import check_gradients
 from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, basis, closing_text, write_docs
 from ezpz_llm.layout import ds_config, ops
@@ -126,7 +141,7 @@ def test_an_illegal_world_size_is_skipped_with_its_reason() -> None:
     work = planned("--layouts", "ddp,tp2", "--world", "1")
     assert {case.layout for case in work.cases} == {"ddp"}
     assert all(entry.illegal and "cannot be divided" in entry.reason for entry in work.skipped)
-    assert all_passed([{"passed": True}], work.skipped)
+    assert all_passed([result()], work.skipped)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -196,8 +211,7 @@ def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
     """Return the numbers of a layout and a reference that differ only by rounding."""
     names = {"transformer.wte.weight": 6144, "transformer.h.0.ln_1.weight": 64}
     expected = {"losses": [4.5, 4.4], "held_out": 4.3, "norms": [1.0, 2.0], "numel": names,
-                "noise": {"loss": 1e-6, "norm": [1e-7, 1e-6], "gradient": dict.fromkeys(names, 1e-7),
-                          "weight": dict.fromkeys(names, 1e-6)},
+                "noise": Noise(1e-6, [1e-7, 1e-6], dict.fromkeys(names, 1e-7), dict.fromkeys(names, 1e-6)),
                 "gradient": dict.fromkeys(names, 0.5), "weight": dict.fromkeys(names, 8.0),
                 "movement": dict(zip(names, (0.01, 0.0), strict=True))}
     def rows(difference: float) -> dict:
@@ -209,6 +223,18 @@ def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
               "gradient": rows(1e-8), "weight": rows(2e-6),
               "copy": {"weight of transformer.wte.weight": {"compared": 96, "apart": 0, "where": ""}}}
     return actual, expected
+
+
+def result(**numbers: object) -> CaseResult:
+    """Return the result of a case that passed."""
+    passed = CaseResult(layout="ddp", world=2, model="tiny-gpt2", dtype="fp32", fault=None, passed=True,
+                        failures=[], kinds=[], worst={}, seconds=1.0)
+    return structs.replace(passed, **numbers)
+
+
+def certificate(*results: CaseResult) -> CertificateRecord:
+    return CertificateRecord(command="ezpz-llm certify", date="2026-01-02", seconds=130.0, passed=True,
+                             environment=Machine({"torch": "2.13"}), results=list(results))
 
 
 def judged(actual: verdict.Numbers, expected: verdict.Numbers) -> list[str]:
@@ -232,7 +258,7 @@ def test_rounding_of_the_decay_factor_on_each_step_passes() -> None:
         added -= rate * decay * added
     _, expected = numbers()
     expected.update(losses=[4.5] * steps, weight=dict.fromkeys(expected["weight"], weights.norm().item()))
-    expected["noise"]["weight"] = dict.fromkeys(expected["weight"], 0.0)
+    expected["noise"] = structs.replace(expected["noise"], weight=dict.fromkeys(expected["weight"], 0.0))
     apart = (multiplied - added).norm().item()
     bound = verdict._min_weight_bound(expected)("transformer.wte.weight")
     assert 2.0 ** -24 * weights.norm().item() < apart <= bound, (apart, bound)
@@ -311,17 +337,22 @@ def test_a_case_with_a_missing_op_does_not_pass() -> None:
     from ezpz_llm.certify.cases import Skipped
 
     missing = Skipped(work.cases[0], "not built (type: ezpz-llm doctor --build-ops cpu_adam)", illegal=False)
-    assert not all_passed([{"passed": True}], [missing])
+    assert not all_passed([result()], [missing])
     assert "MISSING: ddp on 1 ranks: not built (type:" in closing_text([], [missing])
     assert not all_passed([], [])
 
 
 def test_a_record_is_json_with_one_line_per_result() -> None:
-    certificate = {"passed": True, "results": [{"layout": "ddp", "losses": [1.0, 2.0]}, {"layout": "zero1"}]}
-    assert json.loads(as_json(certificate)) == certificate
-    assert as_json(certificate).count("\n") == 7
-    assert json.loads(as_json({"passed": False, "results": []})) == {"passed": False, "results": []}
-    assert '"bound": null' in as_json({"passed": False, "results": [{"bound": math.inf}]})
+    worst = {"loss": Worst("loss at step 1", math.nan, 1.0, "", math.inf, 9)}
+    written = certificate(result(), result(worst=worst))
+    text = as_json(written)
+    assert text.endswith('  "results": [\n    {"layout": "ddp", ' + text.split('{"layout": "ddp", ', 1)[1])
+    assert text.count('\n    {"layout": ') == 2
+    assert '"value": null' in text
+    assert '"ratio": null' in text
+    finite = {"loss": Worst("loss at step 1", None, 1.0, "", None, 9)}
+    assert as_record(CertificateRecord, json.loads(text), "") == certificate(result(), result(worst=finite))
+    assert json.loads(as_json(certificate()))["results"] == []
 
 
 def test_all_documented_faults_exist() -> None:
@@ -361,10 +392,9 @@ def test_gradients_reduced_in_half_the_bytes_are_noticed_in_subgroups_too(layout
 
     def missing(issued: dict[str, int]) -> float:
         """Return the number of missing bytes; a run's collectives are summed over all process groups."""
-        kinds = {kind: {"bytes": sum(size for name, size in issued.items() if name.startswith(kind))}
+        kinds = {kind: KindTraffic(1, sum(size for name, size in issued.items() if name.startswith(kind)))
                  for kind in ("all_reduce", "reduce_scatter")}
-        finding, _ = dtype_findings(resolved, config, case.world,
-                                    {"collectives": [{"kinds": kinds}], "memory": memory})
+        finding, _ = dtype_findings(resolved, config, case.world, Observed([RankCollectives([0], kinds)], memory))
         assert "reduced" in finding.what
         return finding.value
 
@@ -372,8 +402,9 @@ def test_gradients_reduced_in_half_the_bytes_are_noticed_in_subgroups_too(layout
     assert missing(wrong) >= 2 * parameter_count(config)
 
 
-def committed() -> dict:
-    return json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
+def committed() -> CertificateRecord:
+    path = ROOT / "benchmarks" / "results" / "certify.json"
+    return as_record(CertificateRecord, json.loads(path.read_text()), str(path))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("ddp", "bf16"), ("zero2", "bf16"), ("tp2", "bf16_autocast")])
@@ -383,9 +414,9 @@ def test_computed_numbers_use_the_precision_and_gradient_dtypes_of_the_case(layo
     config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
     gradients = GradientDtypes(reduced="bf16", accumulated="bf16")
     for run in (resolved, replace(resolved, gradients=gradients)) if dtype == "bf16" else (resolved,):
-        numbers_of_run = theoretical_numbers(run, config, case.world)
-        assert numbers_of_run["textbook"] == published_traffic(run.layout, config, run.batch, dtype, run.gradients)
-        assert numbers_of_run["arithmetic"] == [asdict(part) for part in memory_per_rank(
+        arithmetic, textbook = theoretical_numbers(run, config, case.world)
+        assert textbook == published_traffic(run.layout, config, run.batch, dtype, run.gradients)
+        assert as_plain(arithmetic) == [asdict(part) for part in memory_per_rank(
             run.layout, config, case.world, precision=dtype, gradients=run.gradients)]
 
 
@@ -393,12 +424,12 @@ def test_computed_numbers_use_the_precision_and_gradient_dtypes_of_the_case(layo
 def test_the_committed_certificate_matches_the_current_recipe() -> None:
     """Compares recipe, bounds, precisions and kinds of findings, without which it would not apply to this code."""
     record = committed()
-    today = json.loads(json.dumps(basis(recipe.STEPS)))
-    assert {key: record[key] for key in today} == today
-    assert {result["dtype"] for result in record["results"]} == set(recipe.DTYPES)
-    assert {kind for result in record["results"] for kind in result["worst"]} == set(verdict.PHASES)
+    today = json.loads(json.dumps(as_plain(basis(recipe.STEPS))))
+    assert {key: getattr(record, key) for key in today} == today
+    assert {result.dtype for result in record.results} == set(recipe.DTYPES)
+    assert {kind for result in record.results for kind in result.worst} == set(verdict.PHASES)
     cases, _ = split_runnable(all_cases(ds_config.names(), None, recipe.MODELS, recipe.DTYPES), None)
-    assert ({(result["layout"], result["world"], result["model"], result["dtype"]) for result in record["results"]}
+    assert ({(result.layout, result.world, result.model, result.dtype) for result in record.results}
             >= {(case.layout, case.world, case.model, case.dtype) for case in cases})
 
 
@@ -407,15 +438,14 @@ def test_the_committed_certificate_matches_computed_numbers_and_docs(tmp_path: P
     """Computed numbers must not have changed, whichever ops are built, and the docs must show the certificate."""
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     certificate = committed()
-    assert certificate["passed"]
+    assert certificate.passed
     uncertified = {layout.name for layout in shipped_layouts()
                    if any(knob.is_set(layout) and not knob.certified for knob in KNOBS)}
-    assert {result["layout"] for result in certificate["results"]} == set(ds_config.names()) - uncertified
-    for result in certificate["results"]:
-        case = Case(result["layout"], result["world"], result["model"], result["dtype"])
+    assert {result.layout for result in certificate.results} == set(ds_config.names()) - uncertified
+    for result in certificate.results:
+        case = Case(result.layout, result.world, result.model, result.dtype)
         config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
-        again = theoretical_numbers(resolved, config, case.world)
-        assert {key: result[key] for key in again} == again
+        assert (result.arithmetic, result.textbook) == theoretical_numbers(resolved, config, case.world)
     page, copy = ROOT / "benchmarks" / "results" / "certified.md", tmp_path / "certified.md"
     shutil.copy(page, copy)
     write_docs(certificate, copy)
@@ -426,19 +456,18 @@ def test_write_docs_keeps_the_text_around_the_table(tmp_path: Path) -> None:
     page = tmp_path / "layouts.md"
     page.write_text("# Layouts\n\nprose\n")
     sight = {"loss": 0.0123, "weights": 0.04, "weights_largest": 0.2}
-    record = {"command": "ezpz-llm certify", "date": "2026-01-02",
-              "references": {"tiny-gpt2 bf16": {"sight": sight}},
-              "seconds": 130.0,
-              "environment": {"versions": {"torch": "2.13"}},
-              "skipped": [{"layout": "zero3_nvme", "reason": "async_io is not built", "illegal": False}],
-              "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "fault": None,
-                           "passed": True, "worst": {"loss": {}}, "textbook": {"all_reduce": 8},
-                           "memory": [{"parameters": 12, "gradients": 4, "gathered": 1, "other": 3}],
-                           "arithmetic": [{"bytes": 16, "where": "device"}],
-                           "collectives": [{"ranks": [0, 1], "kinds": {"all_reduce": {"count": 1, "bytes": 8}}}]}]}
+    reference = ReferenceSummary([1.0], 1.0, [1.0], SummaryNoise(0.0, [0.0]), {}, sight)
+    record = structs.replace(
+        certificate(result(
+            worst={"loss": Worst("loss at step 1", 0.0, 1.0, "", 0.0, 9)}, textbook={"all_reduce": 8},
+            memory=[{"parameters": 12, "gradients": 4, "gathered": 1, "other": 3}],
+            arithmetic=[MemoryPart("parameters", "device", 16)],
+            collectives=[RankCollectives([0, 1], {"all_reduce": KindTraffic(1, 8)})])),
+        references={"tiny-gpt2 bf16": reference},
+        skipped=[SkippedCase("zero3_nvme", 2, "tiny-gpt2", "fp32", None, "async_io is not built", False)])
     write_docs(record, page)
     page.write_text(page.read_text() + "after\n")
-    write_docs({**record, "date": "2026-01-03"}, page)
+    write_docs(structs.replace(record, date="2026-01-03"), page)
     text = page.read_text()
     assert text.startswith("# Layouts\n\nprose\n")
     assert text.endswith("after\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ezpz_llm.base import UserError
 from ezpz_llm.certify import (
@@ -71,7 +72,7 @@ def previous_samples(session: Any, hashes: list[int]) -> Iterator[Any]:
          "step 1 of a run has the learning rate 0.002, not 0.001"),
         (loop, "micro_batches", previous_samples, "forward, step 2 of a run"),
         (writer, "restore_rng_states", lambda states, device: None, "a resumed run with dropout has the losses"),
-        (run, "resume_from_checkpoint", lambda *args: {**state_of(*args), "guard": None},
+        (run, "resume_from_checkpoint", lambda *args: structs.replace(state_of(*args), guard=None),
          "a resumed run skips steps with a gradient norm above inf"),
         (GPT, "eval", lambda model: model, "an evaluation of a run with dropout gives"))),
 ])
@@ -96,5 +97,5 @@ def test_checks_that_hang_are_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.full
 def test_a_separate_process_checks_all_topics(tmp_path: Path) -> None:
     definitions.check_definitions(tmp_path)
-    assert [topic["what"] for topic in read_definition_outcomes(tmp_path)] == [
+    assert [topic.what for topic in read_definition_outcomes(tmp_path)] == [
         "rates", "parts", "loss scale", "dropout", "sums", "trainer"]

@@ -11,12 +11,12 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.check.coordinator import link_groups, node_groups, ring_rounds
-from ezpz_llm.check.findings import Finding
 from ezpz_llm.check.node_facts import network_family, read_network
 from ezpz_llm.check.report import Report, as_text, split_common_facts
 from ezpz_llm.check.rules import Gathered, apply_rules
-from ezpz_llm.check.rules.gathered import format_rate, node_ranges
+from ezpz_llm.check.rules.gathered import Unreached, format_rate, node_ranges
 from ezpz_llm.check.rules.network import link_rates, outliers
+from ezpz_llm.rundir.records import Finding
 
 GIB = 2**30
 
@@ -229,9 +229,8 @@ def test_many_missing_nodes_make_one_finding() -> None:
     assert "ranks 1-999 on nid[000002-001000]" in findings[0].found
 
 
-def unreached(host: str, rank: int, reason: str = "timed out", **more) -> dict:
-    return {"host": host, "rank": rank, "reason": reason, "address": "n1", "port": 29500, "ranks_there": 2,
-            "resolves_to": "10.0.0.1", "interface": "eth0", **more}
+def unreached(host: str, rank: int, reason: str = "timed out", resolves_to: str = "10.0.0.1") -> Unreached:
+    return Unreached(rank, host, reason, "n1", 29500, ranks_there=2, resolves_to=resolves_to, interface="eth0")
 
 
 def test_nodes_that_cannot_reach_rank_0() -> None:

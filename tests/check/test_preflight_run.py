@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, cpu_seconds, launch
+from msgspec.structs import replace
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
@@ -25,6 +25,7 @@ from ezpz_llm.check.endpoint import Endpoint, rendezvous_point
 from ezpz_llm.check.measurements import Worker
 from ezpz_llm.check.messages import CLOCK, FACTS, Introduction, Reply, Request, authenticate, receive, send
 from ezpz_llm.check.node_facts import addresses, used_interfaces
+from ezpz_llm.check.rules.gathered import Unreached
 from ezpz_llm.check.server import PreflightServer
 from ezpz_llm.launch.ranks import RankInfo
 
@@ -378,7 +379,7 @@ def test_invalid_unreached_files_are_skipped(tmp_path: Path) -> None:
              json.dumps({name: value for name, value in valid.items() if name != "reason"})]
     for number, text in enumerate(texts):
         (tmp_path / f"unreached-n{number}.json").write_text(text)
-    assert read_unreached(tmp_path) == [valid]
+    assert read_unreached(tmp_path) == [Unreached(**valid)]
 
 
 def test_the_interface_of_an_open_connection_is_found() -> None:
@@ -409,8 +410,8 @@ def test_a_worker_reports_an_error_before_it_leaves_the_group(monkeypatch: pytes
             worker.leave_failed_group(request)
             assert destroyed == after
         if backend == "gloo":
-            assert worker.measure(dataclasses.replace(request, stage="reduce links 1"))["bytes_per_second"] >= 0
+            assert worker.measure(replace(request, stage="reduce links 1"))["bytes_per_second"] >= 0
         else:
             with pytest.raises(RuntimeError, match="this rank's group for reduce links 0 has failed"):
-                worker.measure(dataclasses.replace(request, stage="reduce links 1"))
+                worker.measure(replace(request, stage="reduce links 1"))
             destroy()

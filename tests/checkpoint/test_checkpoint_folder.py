@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint import Keep, find, prune
+from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.checkpoint import Keep, Progress, find, prune
+from ezpz_llm.checkpoint.__main__ import main as checkpoint_main
 from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.manifest import (
     DamagedCheckpointError,
@@ -24,6 +26,8 @@ from ezpz_llm.checkpoint.manifest import (
     write_manifest,
 )
 from ezpz_llm.checkpoint.retention import candidates
+from ezpz_llm.checkpoint.state import State, read_state, state_members
+from ezpz_llm.model.config import get_model_config
 from ezpz_llm.rundir import RunDir
 
 
@@ -214,3 +218,52 @@ def test_find_imports_no_torch(tmp_path: Path) -> None:
     program = ("import sys; from ezpz_llm.checkpoint import find; find(sys.argv[1]); "
                "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=scaled(60)).returncode == 0
+
+
+MODEL = asdict(get_model_config("tiny-gpt2"))
+STATE = {"step": 3, "consumed": 24, "sample_hash": "ab", "seed": 1, "data": "x", "model": MODEL,
+         "optimizer_step": 3, "loss_scale": None, "world_size": 2}
+
+
+def write_state(folder: Path, state: dict[str, object]) -> Path:
+    """Write a checkpoint whose index and state are right for their hashes."""
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps(state))
+    kinds = ["weight", "exp_avg", "exp_avg_sq"]
+    (folder / "index.json").write_text(json.dumps({"format": 1, "kinds": kinds, "parameters": {}}))
+    write_manifest(folder, 3, [make_record(folder / name) for name in ("state.json", "index.json")])
+    return folder
+
+
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"world_size": ...}, "world_size is missing"),
+    ({"optimizer_step": ...}, "optimizer_step is missing"),
+    ({"loss_scale": ...}, "loss_scale is missing"),
+    ({"loss_scale": {"scale": 2.0}}, "loss_scale.good_steps is missing"),
+    ({"step": "3"}, "step is '3', but must be a whole number"),
+    ({"model": []}, "model is a list, but must be an object or null"),
+    ({"model": ...}, "state.json has no model"),
+    ({"model": {"n_layer": 2}}, "does not describe a model that this version supports: n_head is missing"),
+    ({"model": {**MODEL, "n_layer": 0}}, "n_layer is 0: it must be an integer of at least 1"),
+    ({"model": {**MODEL, "new": 1}}, "this version supports: unknown key 'new'"),
+    ({"sample_hash": "xyz"}, "sample_hash is 'xyz'"),
+])
+def test_verify_reports_an_incomplete_state_in_one_message(
+        changes: dict[str, object], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {name: value for name, value in {**STATE, **changes}.items() if value is not ...}
+    folder = write_state(tmp_path / "checkpoints" / "step-00000003", state)
+    assert run_command(checkpoint_main, ["verify", str(folder)]) == 1
+    printed = capsys.readouterr().err
+    assert problem in printed
+    assert printed.count("error: ") == 1
+    assert "Traceback" not in printed
+
+
+def test_members_of_a_script_are_saved_beside_those_of_save(tmp_path: Path) -> None:
+    progress = Progress(step=3, more={"epoch": 1, "more": [2], "world_size": 9})
+    state = State(step=progress.step, more=progress.more, optimizer_step=3, loss_scale=None, world_size=2)
+    members = state_members(state)
+    assert members == {"step": 3, "epoch": 1, "more": [2], "optimizer_step": 3, "loss_scale": None, "world_size": 2}
+    folder = write_state(tmp_path / "checkpoints" / "step-00000003", members)
+    assert state_members(read_state(folder)) == members
+    assert run_command(checkpoint_main, ["verify", str(folder)]) == 0, "a script's checkpoint has no model"

@@ -64,9 +64,9 @@ def test_build_nanogpt(nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cach
     assert data.unigram_entropy == pytest.approx(entropy(counts))
     np.testing.assert_array_equal(np.load(index / "counts.npy"), counts)
     facts = read_manifest(index)
-    assert (facts["tokens"], facts["documents"], facts["written_by"]) == (7300, counts[256], "build-nanogpt")
-    first = facts["splits"]["train"]["shards"][0]
-    assert first["sha256"] == hashlib.sha256(Path(first["file"]).read_bytes()).hexdigest()
+    assert (facts.tokens, facts.documents, facts.written_by) == (7300, counts[256], "build-nanogpt")
+    first = facts.splits.train.shards[0]
+    assert first.sha256 == hashlib.sha256(Path(first.file).read_bytes()).hexdigest()
     assert verify(index) == 4
     assert prepare(str(folder), "bytes", progress=False) == index
     check_corpus(str(folder), "bytes", 16)
@@ -137,7 +137,7 @@ def test_nanogpt_characters(tmp_path: Path) -> None:
     data = TokenData.open(prepare(str(tmp_path), progress=False))
     assert data.vocab_size == len(characters)
     assert data.tokenizer.decode(data.split("train")[:]) + data.tokenizer.decode(data.split("val")[:]) == text
-    assert data.manifest["written_by"] == "nanoGPT"
+    assert data.manifest.written_by == "nanoGPT"
     with pytest.raises(UserError,
                        match="these shards hold character ids, which the tokenizer bytes did not produce"):
         prepare(str(tmp_path), "bytes", progress=False)

@@ -233,7 +233,7 @@ def test_byte_order_marks_are_dropped_and_counted(tmp_path: Path, capsys: pytest
     (folder / "d.txt").write_bytes(BOM)
     shards = prepare(str(folder), val_fraction=0.0)
     assert TokenData.open(shards).split("train")[:].tolist() == tokens("eins \ufeff", "zwei", "drei")
-    assert read_manifest(shards)["source"]["byte_order_marks"] == 4
+    assert read_manifest(shards).source.byte_order_marks == 4
     assert "dropped 4 byte-order marks at the start of files" in capsys.readouterr().err
 
 
@@ -264,8 +264,8 @@ def test_text_key(tmp_path: Path) -> None:
     shards = prepare(str(tmp_path / "a.jsonl"), text_key="content", val_fraction=0.0, progress=False)
     assert TokenData.open(shards).split("train")[:].tolist() == tokens("one", "two")
     facts = read_manifest(shards)
-    assert facts["source"]["text_key"] == "content"
-    assert "--text-key content" in facts["command"]
+    assert facts.source.text_key == "content"
+    assert "--text-key content" in facts.command
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "x", "b": "y"}\n')
     assert len({prepare(str(tmp_path / "a.jsonl"), text_key=key, progress=False) for key in "ab"}) == 2
     (tmp_path / "b.json").write_text('[{"a": "x"}]')
@@ -309,12 +309,12 @@ def test_broken_documents_are_skipped_and_counted_up_to_a_limit(tmp_path: Path, 
     assert "--max-broken 40" in caught.value.instead
     shards = prepare(str(folder), workers=workers, max_broken=5, val_fraction=0.0)
     assert TokenData.open(shards).split("train")[:].tolist() == tokens("one", "two", "three", "four")
-    broken = read_manifest(shards)["source"]["broken"]
-    assert broken["documents"] == 5
-    for place, error in zip(("a.jsonl:2: ", "a.jsonl:3: ", "a.jsonl:4: ", "b.txt: ", "c.json: "), broken["first"],
+    broken = read_manifest(shards).source.broken
+    assert broken.documents == 5
+    for place, error in zip(("a.jsonl:2: ", "a.jsonl:3: ", "a.jsonl:4: ", "b.txt: ", "c.json: "), broken.first,
                             strict=True):
         assert error.startswith(str(folder / place))
-    assert "offset 5,000,001" in broken["first"][3]
+    assert "offset 5,000,001" in broken.first[3]
     assert "skipped 5 broken documents" in capsys.readouterr().err
     # Existing shards are used without --max-broken.
     assert prepare(str(folder), val_fraction=0.0, progress=False) == shards
@@ -340,9 +340,9 @@ def test_counts_of_broken_documents_survive_a_stop(tmp_path: Path, monkeypatch: 
     prepare(str(folder), out=tmp_path / "out", max_broken=99)
     assert any("resuming after" in line for line in messages)
     facts = [read_manifest(shards) for shards in (whole, tmp_path / "out")]
-    assert facts[0]["source"]["broken"]["documents"] == 30
+    assert facts[0].source.broken.documents == 30
     for name in ("source", "splits", "documents"):
-        assert facts[0][name] == facts[1][name]
+        assert getattr(facts[0], name) == getattr(facts[1], name)
 
 
 @pytest.mark.full

@@ -49,7 +49,7 @@ def test_tokens_are_read_in_place(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(read_index(prefix.with_suffix(".bin"), prefix.with_suffix(".idx")).starts, starts)
     # Validation starts with the first document in the last 2 %.
     assert len(train) == starts[np.searchsorted(starts, int(whole.size * 0.98))]
-    assert (data.manifest["documents"], data.manifest["tokens"]) == (500, whole.size)
+    assert (data.manifest.documents, data.manifest.tokens) == (500, whole.size)
     assert verify(folder) == 2
 
 
@@ -141,7 +141,7 @@ def test_tokenizer_is_required_and_must_have_every_token(tmp_path: Path) -> None
         with pytest.raises(UserError, match="do not record the tokenizer that made them"):
             prepare(str(prefix), tokenizer, progress=False)
     folder = prepare(str(prefix), "gpt2", progress=False)  # gpt2's file is not needed to read tokens
-    assert read_manifest(folder)["vocab_size"] == 50_257
+    assert read_manifest(folder).vocab_size == 50_257
     texts[0][3] = 300
     write_megatron(prefix, texts, "int32")
     with pytest.raises(UserError, match=r"token 300 at position 3 is outside .*, which has 257 tokens"):
@@ -191,5 +191,5 @@ def test_a_gigabyte_opens_in_under_a_second(tmp_path: Path) -> None:
     data = TokenData.open(prepare(str(prefix), "bytes", progress=False))
     sample = data.split("train")[123_456_789:123_456_799]
     took = time.process_time() - began
-    assert (len(sample), data.manifest["documents"]) == (10, 1_000_000)
+    assert (len(sample), data.manifest.documents) == (10, 1_000_000)
     assert took < 1.0

@@ -137,7 +137,7 @@ def test_a_mixture_is_named_by_its_parts(tmp_path: Path, cache: Path) -> None:
     data = TokenData.open(folder)
     parts = [TokenData.open(prepare(str(tmp_path / name), progress=False)) for name in ("a.txt", "b.jsonl")]
     assert data.split("train").counts == (2867, 1229)
-    assert data.manifest["documents"] == 2001
+    assert data.manifest.documents == 2001
     assert len(data.split("train")) == sum(len(part.split("train")) for part in parts)
     shared = [np.bincount(np.concatenate([part.split("train")[:], part.split("val")[:]]), minlength=257)
               for part in parts]

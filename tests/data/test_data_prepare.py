@@ -86,20 +86,20 @@ def test_shards_hold_each_document_after_a_separator(documents: Path, tmp_path: 
     expected = np.concatenate([[256, *text.encode()] for text in EXPECTED])
     np.testing.assert_array_equal(all_tokens(folder), expected)
     facts = read_manifest(folder)
-    assert (facts["documents"], facts["tokens"], facts["vocab_size"]) == (5, len(expected), 257)
-    train, val = facts["splits"]["train"], facts["splits"]["val"]
-    assert train["tokens"] == int(len(expected) * 0.75)
-    assert [shard["tokens"] for shard in train["shards"]] == [999] * 7 + [train["tokens"] - 7 * 999]
-    assert [shard["tokens"] for shard in val["shards"]] == [999, 999, val["tokens"] - 2 * 999]
-    assert train["tokens"] + val["tokens"] == len(expected)
+    assert (facts.documents, facts.tokens, facts.vocab_size) == (5, len(expected), 257)
+    train, val = facts.splits.train, facts.splits.val
+    assert train.tokens == int(len(expected) * 0.75)
+    assert [shard.tokens for shard in train.shards] == [999] * 7 + [train.tokens - 7 * 999]
+    assert [shard.tokens for shard in val.shards] == [999, 999, val.tokens - 2 * 999]
+    assert train.tokens + val.tokens == len(expected)
     first = (folder / "train_000000.bin").read_bytes()
     assert first[:8] == b"\x00\x01l\x00o\x00n\x00"  # little-endian uint16: 256, l, o, n
-    assert hashlib.sha256(first).hexdigest() == train["shards"][0]["sha256"]
+    assert hashlib.sha256(first).hexdigest() == train.shards[0].sha256
     assert verify(folder) == len(list(folder.glob("*.bin"))) == 11
-    assert facts["unigram_entropy"] == pytest.approx(entropy(np.bincount(expected)))
+    assert facts.unigram_entropy == pytest.approx(entropy(np.bincount(expected)))
     # The manifest determines the splits: other files, or similar names, are not splits.
     (folder / "eval_000000.bin").write_bytes(b"\x00" * 10)
-    assert len(TokenData.open(folder).split("val")) == val["tokens"]
+    assert len(TokenData.open(folder).split("val")) == val.tokens
     with pytest.raises(UserError, match="did you mean val"):
         TokenData.open(folder).split("eval")
 
@@ -117,8 +117,8 @@ def test_writing_loses_nothing(tmp_path_factory: pytest.TempPathFactory, lengths
     train.cut(keep)
     train.cut(keep)  # as after a kill during the first call
     entries = [writer.manifest_entry() for writer in (train, val)]
-    assert [entry["tokens"] for entry in entries] == [min(keep, len(stream)), max(0, len(stream) - keep)]
-    names = [file["file"] for entry in entries for file in entry["shards"]]
+    assert [entry.tokens for entry in entries] == [min(keep, len(stream)), max(0, len(stream) - keep)]
+    names = [file.file for entry in entries for file in entry.shards]
     assert sorted(names) == sorted(path.name for path in folder.iterdir())
     content = b"".join((folder / name).read_bytes() for name in names)
     assert content == stream.tobytes()
@@ -134,9 +134,9 @@ def test_many_processes_and_pieces_write_the_same_bytes(tmp_path: Path, document
     single = prepare(str(documents), out=tmp_path / "one", workers=1, progress=False)
     two = prepare(str(documents), out=tmp_path / "two", workers=2, progress=False)
     facts = [read_manifest(folder) for folder in (single, two)]
-    assert facts[0]["splits"] == facts[1]["splits"]
-    assert facts[0]["unigram_entropy"] == facts[1]["unigram_entropy"]
-    assert facts[0]["documents"] == 60_006
+    assert facts[0].splits == facts[1].splits
+    assert facts[0].unigram_entropy == facts[1].unigram_entropy
+    assert facts[0].documents == 60_006
     np.testing.assert_array_equal(
         all_tokens(single)[:10_001], np.array([256, *("long " * 2000).encode()]))
     with (documents / "n.jsonl").open("a") as file:
@@ -161,15 +161,15 @@ def test_stdlib_by_default(cache: Path) -> None:
     folder = Path(data("prepare", "stdlib").stdout.strip())
     assert folder.parent == cache / "shards"
     facts = read_manifest(folder)
-    assert facts["source"]["python"].endswith(".".join(map(str, sys.version_info[:3])))
-    assert facts["unigram_entropy"] == pytest.approx(3.24, abs=0.08)  # the text differs by Python build
-    assert facts["tokens"] == facts["source"]["bytes"] + facts["documents"]
-    assert facts["splits"]["train"]["tokens"] == int(facts["tokens"] * 0.98)
+    assert facts.source.python.endswith(".".join(map(str, sys.version_info[:3])))
+    assert facts.unigram_entropy == pytest.approx(3.24, abs=0.08)  # the text differs by Python build
+    assert facts.tokens == facts.source.bytes + facts.documents
+    assert facts.splits.train.tokens == int(facts.tokens * 0.98)
     opened = TokenData.open(folder)
     assert opened.tokenizer.decode(opened.split("train")[:40]).startswith("<|endoftext|>")
     assert opened.split("train")[:].max() <= 256
     shown = data("show", folder).stdout
-    assert f"{facts['tokens'] - int(facts['tokens'] * 0.98):,} tokens" in shown
+    assert f"{facts.tokens - int(facts.tokens * 0.98):,} tokens" in shown
     assert " against the manifest: " in data("verify", folder).stdout
     # The second call only returns the folder; `--check` writes nothing; a prepared folder is a corpus itself.
     stamp = (folder / "manifest.json").stat().st_mtime_ns

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub_standin import COMMIT, hub
+from msgspec import UNSET
 from places import HELPERS
 from slowness import scaled
 
@@ -269,10 +270,10 @@ def test_parquet(tmp_path: Path) -> None:
                         val_fraction=0.02, progress=False)
                 for name, workers in (("all.jsonl", 1), ("parquet", 1), ("parquet", 2))]
     facts = [read_manifest(folder) for folder in prepared]
-    assert facts[0]["splits"] == facts[1]["splits"] == facts[2]["splits"]
-    assert facts[0]["documents"] == facts[1]["documents"] == sum(map(bool, texts))
+    assert facts[0].splits == facts[1].splits == facts[2].splits
+    assert facts[0].documents == facts[1].documents == sum(map(bool, texts))
     np.testing.assert_array_equal(all_tokens(prepared[1]), tokens_of(texts))
-    assert facts[1]["source"]["bytes"] == sum(path.stat().st_size for path in (tmp_path / "parquet").iterdir())
+    assert facts[1].source.bytes == sum(path.stat().st_size for path in (tmp_path / "parquet").iterdir())
 
 
 def test_invalid_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,8 +320,8 @@ def test_the_first_tokens_validate_as_in_build_nanogpt(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.fromfile(folder / name, "<u2"), tokens)
     assert verify(folder) == len(expected)
     facts = read_manifest(folder)
-    assert (facts["val_tokens"], facts["splits"]["val"]["tokens"]) == (size, size)
-    assert "val_fraction" not in facts
+    assert (facts.val_tokens, facts.splits.val.tokens) == (size, size)
+    assert facts.val_fraction is UNSET
     assert prepare(str(tmp_path / "a.jsonl"), out=folder, shard_tokens=size, val_tokens=size) == folder
     with pytest.raises(UserError, match="this folder contains other shards"):
         prepare(str(tmp_path / "a.jsonl"), out=folder, shard_tokens=size, val_tokens=size + 1)
@@ -361,8 +362,8 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert "resuming after" in process.stderr
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), expected)
-    assert read_manifest(out)["documents"] == sum(map(bool, texts))
-    assert read_manifest(out)["splits"]["val"]["tokens"] == 9000
+    assert read_manifest(out).documents == sum(map(bool, texts))
+    assert read_manifest(out).splits.val.tokens == 9000
 
 
 @pytest.mark.full
@@ -395,7 +396,7 @@ def test_fineweb_edu_from_the_hub(tmp_path: Path, cache: Path) -> None:
     out = Path(process.stdout.strip())
     assert out.name.startswith("fineweb-edu-sample-10BT-bytes-")
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), tokens_of(texts))
-    assert read_manifest(out)["source"]["revision"] == COMMIT
+    assert read_manifest(out).source.revision == COMMIT
     # A prepared data set needs neither the network nor --download.
     assert prepare("fineweb-edu", "bytes", val_tokens=5000) == out
 

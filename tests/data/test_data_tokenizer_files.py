@@ -66,25 +66,25 @@ def test_shards_include_a_copy_of_the_tokenizer(tmp_path: Path, family: str) -> 
     (tmp_path / "a.txt").write_text(mixed_text(20_000))
     shards = prepare(str(tmp_path / "a.txt"), str(file), out=tmp_path / "shards", progress=False)
     facts = read_manifest(shards)
-    name = KINDS[facts["tokenizer"]["kind"]]
-    assert facts["tokenizer"] == entry_of_file(file)
+    name = KINDS[facts.tokenizer.kind]
+    assert facts.tokenizer == entry_of_file(file)
     assert (shards / name).read_bytes() == file.read_bytes()
-    assert (facts["vocab_size"], facts["end_of_text"]) == (load(file).vocab_size, load(file).end_of_text)
-    assert str(file) in facts["command"]
+    assert (facts.vocab_size, facts.end_of_text) == (load(file).vocab_size, load(file).end_of_text)
+    assert str(file) in facts.command
     moved = shards.rename(tmp_path / "moved")
     tokenizer = TokenData.open(moved).tokenizer
     ids = tokenizer.encode("the learning rate")
     assert tokenizer.decode(ids) == "the learning rate"
     np.testing.assert_array_equal(ids, own_ids(file, "the learning rate"))
     # The folder of shards selects the same tokenizer as the file, so the same text is prepared only once.
-    assert choose_tokenizer(str(moved)).entry == facts["tokenizer"]
+    assert choose_tokenizer(str(moved)).entry == facts.tokenizer
     first = prepare(str(tmp_path / "a.txt"), str(moved), progress=False)
     assert prepare(str(tmp_path / "a.txt"), str(file.parent), progress=False) == first
     mixture = prepare(f"{moved}=1,{first}=1", progress=False)
     assert TokenData.open(mixture).tokenizer.name == tokenizer.name
     (moved / name).unlink()
     with pytest.raises(UserError, match=f"the {name} of the tokenizer .* is missing"):
-        from_entry(facts["tokenizer"], folder=moved)
+        from_entry(facts.tokenizer, folder=moved)
 
 
 def test_fingerprint_is_independent_of_how_the_file_was_saved(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_fingerprint_is_independent_of_how_the_file_was_saved(tmp_path: Path) ->
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<pad>"}}')
     saved = load(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<pad>"]}')  # invalid, so the name decides
-    assert entry_of_file(tmp_path / "tokenizer.json")["end_of_text"] == stored["model"]["vocab"]["<|endoftext|>"]
-    assert saved.fingerprint == entry_of_file(file)["fingerprint"]
+    assert entry_of_file(tmp_path / "tokenizer.json").end_of_text == stored["model"]["vocab"]["<|endoftext|>"]
+    assert saved.fingerprint == entry_of_file(file).fingerprint
     assert saved.end_of_text == stored["model"]["vocab"]["<pad>"]
     text = "the learning rate <|endoftext|> <pad>"
     np.testing.assert_array_equal(saved.encode(text), own_ids(file, text))
@@ -106,7 +106,7 @@ def test_fingerprint_is_independent_of_how_the_file_was_saved(tmp_path: Path) ->
     assert not {0, 1} & set(saved.encode(text).tolist())
     stored["model"]["merges"][0], stored["model"]["merges"][1] = stored["model"]["merges"][1::-1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-    assert entry_of_file(tmp_path / "tokenizer.json")["fingerprint"] != saved.fingerprint
+    assert entry_of_file(tmp_path / "tokenizer.json").fingerprint != saved.fingerprint
     with pytest.raises(UserError, match="this tokenizer did not make the tokens"):
         load(tmp_path / "tokenizer.json", saved.entry)
 

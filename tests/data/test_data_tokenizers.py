@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from msgspec import structs
 from places import vocab_bpe
 
 from ezpz_llm.base.errors import UserError
@@ -73,9 +74,9 @@ def test_tokenizer_with_another_fingerprint_is_rejected() -> None:
     entry = to_entry(get_tokenizer("bytes"))
     assert from_entry(entry).name == "bytes"
     with pytest.raises(UserError, match="another bytes tokenizer"):
-        from_entry(entry | {"fingerprint": "0" * 64}, "some/manifest.json")
+        from_entry(structs.replace(entry, fingerprint="0" * 64), "some/manifest.json")
     with pytest.raises(UserError, match="another char tokenizer"):
-        from_entry(to_entry(CharTokenizer("abc")) | {"table": "abd"})
+        from_entry(structs.replace(to_entry(CharTokenizer("abc")), table="abd"))
     prints = [EncodingTokenizer("x", ".", ranks).fingerprint
               for ranks in ({b"a": 0, b"b": 1}, {b"b": 0, b"a": 1}, {b"a": 0, b"b": 1, b"ab": 2})]
     assert len(set(prints)) == 3

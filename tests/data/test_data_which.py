@@ -75,7 +75,7 @@ def test_our_shards_by_end_of_text_tokens(tmp_path: Path) -> None:
     documents = texts(800)
     data = our_shards(tmp_path, documents)
     owners = [number for number, text in enumerate(documents) for _ in range(len(text) + 1)]
-    assert len(data.manifest["splits"]["train"]["shards"]) > 10
+    assert len(data.manifest.splits.train.shards) > 10
     check(data, owners[:len(data.split("train"))], [text[:47] for text in documents])
 
 

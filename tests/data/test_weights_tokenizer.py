@@ -20,7 +20,7 @@ from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
 from ezpz_llm import generate
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.manifest import read_manifest
+from ezpz_llm.data.manifest import TokenizerEntry, read_manifest
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.tokenizer_files import copy_files, entry_of_file
 from ezpz_llm.data.tokenizers import (
@@ -92,7 +92,7 @@ def test_tokenizer_of_the_weights_is_the_default(place: Path) -> None:
     plan = train("--init-from", folder, "--corpus", "text.txt")
     assert (plan.config.tokenizer, str(plan.sources["tokenizer"])) == (str(folder), "weights to begin with")
     shards = prepare("text.txt", str(folder), progress=False)
-    assert read_manifest(shards)["tokenizer"] == to_entry(char())
+    assert read_manifest(shards).tokenizer == to_entry(char())
     evaluated(folder, "--corpus", "text.txt")
     # Shards with the same characters, prepared without the weights, are used as they are.
     plain = prepare("other.txt", "char", progress=False)
@@ -157,7 +157,7 @@ def test_unknown_and_unsupported_tokenizers_are_rejected_by_name(place: Path) ->
 def test_gpt2_is_recognized_by_its_table(place: Path) -> None:
     """gpt2 is recognized without vocab.bpe in exports of ezpz_llm and transformers, unless a merge differs."""
     file = vocab_bpe()
-    entry = {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
+    entry = TokenizerEntry("gpt2", GPT2_FINGERPRINT)
     install_gpt2(file.parent)
     folder = weights(place / "hf", get_tokenizer("gpt2"))
     (place / "cache/tiktoken/vocab.bpe").unlink()
@@ -197,7 +197,7 @@ def test_weights_with_a_tokenizer_of_another_library(place: Path, family: str) -
     folder_name = train("--init-from", folder, "--corpus", "text.txt").config.tokenizer
     assert folder_name == str(folder)
     prepared = prepare("text.txt", folder_name, progress=False)
-    assert read_manifest(prepared)["tokenizer"]["fingerprint"] == entry_of_file(file)["fingerprint"]
+    assert read_manifest(prepared).tokenizer.fingerprint == entry_of_file(file).fingerprint
     evaluated(folder, "--corpus", "text.txt")
     shards = prepare("text.txt", "bytes", progress=False)
     with pytest.raises(UserError, match=r"the weights' tokenizer is hf \((tokenizers|sentencepiece), \d+ tokens, .*"
@@ -283,4 +283,4 @@ def test_a_run_keeps_its_tokenizer(place: Path, family: str, capsys: pytest.Capt
     assert (place / "out" / file.name).read_bytes() == file.read_bytes()
     assert train("--init-from", "run", "--corpus", "text.txt").config.tokenizer != "bytes"
     shards = prepare("text.txt", str(find_source("run", "here").folder), progress=False)
-    assert read_manifest(shards)["tokenizer"]["fingerprint"] == entry_of_file(file)["fingerprint"]
+    assert read_manifest(shards).tokenizer.fingerprint == entry_of_file(file).fingerprint

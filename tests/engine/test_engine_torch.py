@@ -119,7 +119,7 @@ def test_the_loss_scale_halves_on_overflow_and_grows_when_it_may() -> None:
         scale.update(finite=True)
     assert (scale.scale, scale.good_steps) == (65536.0, 0)
     restored = LossScale(DynamicScale())
-    restored.load_state_dict(scale.state_dict())
+    restored.restore(scale.state())
     assert restored.scale == scale.scale
 
 

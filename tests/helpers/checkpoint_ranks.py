@@ -19,6 +19,7 @@ import torch.distributed as torch_dist
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.checkpoint.state import state_members
 from ezpz_llm.dist.setup import Dist, setup
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
@@ -73,8 +74,8 @@ def run_dir_of(folder: Path, layout: str, dist: Dist) -> RunDir:
     return RunDir(folder / f"{Path(layout).stem}-on-{dist.world_size}")
 
 
-def state_after(step: int) -> dict[str, object]:
-    return {"step": step, "consumed": step * GLOBAL_BATCH, "sample_hash": "ab" * 32}
+def state_after(step: int) -> checkpoint.Progress:
+    return checkpoint.Progress(step=step, consumed=step * GLOBAL_BATCH, sample_hash="ab" * 32)
 
 
 def same_layout(folder: Path, dist: Dist) -> dict[str, object]:
@@ -89,7 +90,8 @@ def same_layout(folder: Path, dist: Dist) -> dict[str, object]:
         torch.manual_seed(dist.rank)
         engine = build(layout, dist, seed=2, dropout=0.1)
         train(engine, dist, 0, 1)  # loading must also overwrite state that has been stepped
-        state = checkpoint.load(checkpoint.find(saved), engine, dist)
+        loaded = checkpoint.load(checkpoint.find(saved), engine, dist)
+        state = {**state_members(loaded.state), "rng_restored": loaded.rng_restored}
         resumed = straight[:10] + train(engine, dist, 10, 20)
         result[Path(layout).stem] = {"straight": straight, "resumed": resumed, "state": state}
     return result
@@ -116,8 +118,8 @@ def other_world(folder: Path, dist: Dist) -> dict[str, object]:
     results = {}
     for saved, loaded in (("zero3", "ddp"), ("zero1", "zero3"), ("zero2", "zero2")):
         engine = build(loaded, dist, seed=2)
-        state = checkpoint.load(checkpoint.find(folder / f"plain-{saved}-on-2"), engine, dist)
-        results[saved] = {"losses": train(engine, dist, 10, 15), "rng_restored": state["rng_restored"]}
+        restored = checkpoint.load(checkpoint.find(folder / f"plain-{saved}-on-2"), engine, dist).rng_restored
+        results[saved] = {"losses": train(engine, dist, 10, 15), "rng_restored": restored}
     return results
 
 
@@ -276,14 +278,14 @@ def fall_back(folder: Path, dist: Dist) -> dict[str, object]:
         def go_back(accepted: list[str] = accepted) -> None:
             nonlocal loaded
             loaded = checkpoint.load_newest(run_dir.path, engine, dist,
-                                            lambda place, state: accepted.append(f"{place.name} {state['step']}"))
+                                            lambda place, state: accepted.append(f"{place.name} {state.step}"))
 
         damage(run_dir.checkpoints / victim, dist)
         result[name] = {"error": error_of(dist, go_back), "accepted": accepted}
         if loaded is not None:
-            result[name] |= {"folder": loaded.folder.name, "state": loaded.state["step"],
+            result[name] |= {"folder": loaded.folder.name, "state": loaded.state.step,
                              "passed over": [str(damage) for damage in loaded.skipped],
-                             "losses": train(engine, dist, loaded.state["step"], 5)}
+                             "losses": train(engine, dist, loaded.state.step, 5)}
     return {**result, "expected": expected}
 
 

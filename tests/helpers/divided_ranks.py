@@ -136,7 +136,7 @@ def checkpoints(folder: Path, dist: Dist) -> dict[str, Any]:
         train(engine, dist, 0, 3)
         run_dir = RunDir(folder / f"{saved}-{loaded}")
         saved_folder = checkpoint.save(engine, dist, run_dir,
-                                       {"step": 3, "consumed": 3 * GLOBAL_BATCH, "sample_hash": ""})
+                                       checkpoint.Progress(step=3, consumed=3 * GLOBAL_BATCH, sample_hash=""))
         expected = train(engine, dist, 3, 6)[0]
         engine = make_engine(dist, loaded, config, "fp32", seed=2)
         evaluated(engine)  # may leave parameters gathered; loading must replace these values too

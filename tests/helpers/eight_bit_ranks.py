@@ -60,7 +60,7 @@ def examine(dist: Dist, layout: str, folder: Path) -> dict[str, Any]:
     engine = make(dist, layout, "adamw_8bit")
     losses = train(engine, dist, 0, 3)[0]
     before, twice = values(engine), values(engine)
-    saved = checkpoint.save(engine, dist, RunDir(folder / layout), {"step": 3, "consumed": 0, "sample_hash": ""})
+    saved = checkpoint.save(engine, dist, RunDir(folder / layout), checkpoint.Progress(step=3))
     result: dict[str, Any] = {"plain": expected, "bytes": [state_bytes(engine), plain_bytes],
                               "reading changes nothing": all(map(torch.equal, before, twice))}
     ahead = train(engine, dist, 3, 6)[0]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ezpz_llm import checkpoint
-from ezpz_llm.data.tokenizers import get_tokenizer
+from ezpz_llm.data.tokenizers import get_tokenizer, to_entry
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.evaluate.hellaswag import read_items, score
@@ -82,9 +82,9 @@ def run(folder: Path, name: str, dist: Dist) -> dict[str, Any]:
         result["logits"] = engine.next_logits(tokens)[:, :257].float().tolist()
     run_dir = RunDir(folder / name.replace(":", "-"))
     run_dir.path.mkdir(exist_ok=True)
-    checkpoint.save(engine, dist, run_dir, {
-        "step": 2, "consumed": 4, "sample_hash": "", "seed": 1, "data": "", "model": asdict(planned.model),
-        "tokenizer": {"name": "bytes", "fingerprint": get_tokenizer("bytes").fingerprint}})
+    checkpoint.save(engine, dist, run_dir, checkpoint.Progress(
+        step=2, consumed=4, sample_hash="", seed=1, data="", model=asdict(planned.model),
+        tokenizer=to_entry(get_tokenizer("bytes"))))
     return {**result, "everywhere": agree(dist, result)}
 
 

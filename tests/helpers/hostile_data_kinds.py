@@ -60,6 +60,7 @@ _PATHS = ["", "\0", ".", "..", "/", "/dev/zero", "/proc/self/mem", "/proc/self/e
 @kind
 def writtenby(rng: Random, folder: Path) -> object:
     """Read a manifest of another program's shards whose paths point anywhere."""
+    from ezpz_llm.base.records import as_plain
     from ezpz_llm.data.document_lookup import find_extracts
     from ezpz_llm.data.manifest import sampled_hash, verify
     from ezpz_llm.data.shards import TokenData
@@ -72,7 +73,8 @@ def writtenby(rng: Random, folder: Path) -> object:
               "val": {"tokens": 100, "shards": [{**shard, "offset": 200}]}}
     whole = {"format": "ezpz_llm tokens 1", "request": "r", "command": "c", "written_by": "Megatron",
              "document_index": str(prefix.with_suffix(".idx")),
-             "source": {"corpus": "x", "files": 1, "bytes": 400}, "tokenizer": to_entry(get_tokenizer("bytes")),
+             "source": {"corpus": "x", "files": 1, "bytes": 400},
+             "tokenizer": as_plain(to_entry(get_tokenizer("bytes"))),
              "vocab_size": 257, "end_of_text": 256, "dtype": "uint16", "documents": 10, "tokens": 200,
              "unigram_entropy": 1.0, "splits": splits}
     shard = rng.choice([split["shards"][0] for split in splits.values()])

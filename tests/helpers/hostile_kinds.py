@@ -416,7 +416,8 @@ def _described(path: Path) -> FileRecord:
 @kind
 def manifest(rng: Random, folder: Path) -> object:
     from ezpz_llm.checkpoint.index import read_index
-    from ezpz_llm.checkpoint.manifest import read_manifest, read_state, verify
+    from ezpz_llm.checkpoint.manifest import read_manifest, verify
+    from ezpz_llm.checkpoint.state import read_state
 
     checkpoint = folder / "step-3"
     index = {
@@ -429,7 +430,8 @@ def manifest(rng: Random, folder: Path) -> object:
             }
         },
     }
-    for name, whole in (("state.json", {"step": 3, "model": MODEL, "seed": 1}), ("index.json", index)):
+    state = {"step": 3, "model": MODEL, "seed": 1, "optimizer_step": 3, "loss_scale": None, "world_size": 1}
+    for name, whole in (("state.json", state), ("index.json", index)):
         written(
             checkpoint, name, mutate.json_data(rng, whole) if rng.random() < 0.4 else json.dumps(whole).encode()
         )

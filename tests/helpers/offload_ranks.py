@@ -137,7 +137,7 @@ def resumed(dist: Dist, pair: str) -> dict[str, Any]:
     run = Run(dist, first)
     begun = run.train(0, STEPS // 2)[0]
     saved = RunDir(dist.run_dir.path / pair.replace(":", "-"))
-    folder = checkpoint.save(run.engine, dist, saved, {"step": STEPS // 2})
+    folder = checkpoint.save(run.engine, dist, saved, checkpoint.Progress(step=STEPS // 2))
     straight = run.train(STEPS // 2, STEPS)[0]
     del run
     gc.collect()

@@ -159,7 +159,7 @@ def resume(dist: Dist, source: str, target: str) -> dict[str, Any]:
     if dist.is_main:
         run_dir.create()
     if before.dist is dist or dist.is_main:
-        checkpoint.save(before.engine, before.dist, run_dir, {"step": STEPS // 2})
+        checkpoint.save(before.engine, before.dist, run_dir, checkpoint.Progress(step=STEPS // 2))
     dist.barrier()
     after = Run(dist, target)
     checkpoint.load(checkpoint.find(run_dir.path), after.engine, after.dist)

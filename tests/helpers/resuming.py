@@ -75,8 +75,8 @@ def go_on_from_each(argv: Sequence[str]) -> int:
         for name, where in wanted["checkpoints"].items():
             plan = replace(session.plan, config=replace(session.config, resume=where))
             state = resume_from_checkpoint(plan, session.data.tokens, session.engine, dist)
-            session.step = state["step"]
-            session.data.position = Position.at(state["consumed"], state["sample_hash"])
+            session.step = state.step
+            session.data.position = Position.at(state.consumed, state.sample_hash)
             states = everywhere(dist, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
             results[name] = {**take_steps(session, wanted["steps"]), "random_states": states}
         if dist.is_main:

@@ -11,6 +11,7 @@ from typing import Any
 from places import ROOT, TESTS
 from rank_jobs import take_runs
 
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.local_launches import Job, needed_references, read_reference_error
 from ezpz_llm.certify.target_file import find_target
@@ -31,7 +32,8 @@ def certified(dist: Dist, run: str) -> dict[str, Any]:
     root.mkdir(exist_ok=True)
     results = run_job(Job(root, needed_references(cases), cases, STEPS, "cpu", file), dist)
     dist.barrier()
-    return {"refused": read_reference_error(root), "results": {result["layout"]: result for result in results}}
+    return as_plain({"refused": read_reference_error(root),
+                     "results": {result.layout: result for result in results}})
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def checkpoints(folder: Path, dist: Dist, alone: Dist) -> dict[str, list[list[fl
     config, run_dirs = CONFIGS["gpt2"], {name: RunDir(folder / name) for name in ("tp2_zero1", "alone")}
     engine = make_engine(dist, "tp2_zero1", 2, config, "fp32")
     train(engine, dist, 0, 3)
-    checkpoint.save(engine, dist, run_dirs["tp2_zero1"], {"step": 3, "consumed": 3 * GLOBAL_BATCH})
+    checkpoint.save(engine, dist, run_dirs["tp2_zero1"], checkpoint.Progress(step=3, consumed=3 * GLOBAL_BATCH))
     whole_run = train(engine, dist, 3, STEPS)[0]
     result = {}
     if dist.is_main:
@@ -259,7 +259,7 @@ def checkpoints(folder: Path, dist: Dist, alone: Dist) -> dict[str, list[list[fl
         result["tp2_zero1 -> one process"] = [whole_run, train(engine, alone, 3, STEPS)[0]]
         engine = make_engine(alone, "ddp", 1, config, "fp32")
         train(engine, alone, 0, 3)
-        checkpoint.save(engine, alone, run_dirs["alone"], {"step": 3, "consumed": 3 * GLOBAL_BATCH})
+        checkpoint.save(engine, alone, run_dirs["alone"], checkpoint.Progress(step=3, consumed=3 * GLOBAL_BATCH))
         whole_run = train(engine, alone, 3, STEPS)[0]
     dist.barrier()
     for layout in ("tp2", "tp2_zero1", "tp2_zero3"):

@@ -15,6 +15,7 @@ from places import vocab_bpe
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.data.tokenizer_files import load
 from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2, to_entry
 from ezpz_llm.dist import Degrees, Dist, Mesh
@@ -348,10 +349,10 @@ def saved(config: ModelConfig, folder: Path) -> tuple[GPT, Path]:
                                                  precision="fp32")), dist, lr=1.0, betas=(0.9, 0.9),
                           eps=1e-8, param_groups=decay_groups(model, 0.0))
     RunDir(folder).create()
-    state = {"step": 1, "consumed": 2, "sample_hash": "", "seed": 1, "data": "", "model": vars(config),
-             "tokenizer": {"name": "char", "fingerprint": "",
-                           "table": bytes(range(33, 33 + VOCABULARY)).decode("latin")}}
-    saved = checkpoint.save(engine, dist, RunDir(folder), state)
+    progress = checkpoint.Progress(
+        step=1, consumed=2, sample_hash="", seed=1, data="", model=vars(config),
+        tokenizer=TokenizerEntry("char", "", bytes(range(33, 33 + VOCABULARY)).decode("latin")))
+    saved = checkpoint.save(engine, dist, RunDir(folder), progress)
     return model.eval(), getattr(saved, "folder", saved)
 
 

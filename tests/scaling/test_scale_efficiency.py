@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from scale_laws import noisy, repeat, study
 
 from ezpz_llm.scaling.efficiency import Estimate, curves_of, estimate, points_of, ratio, student_t_quantile

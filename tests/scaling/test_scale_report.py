@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure as Drawing
+from msgspec.structs import replace
 from pages import check_page, figure_text
 from scale_laws import study
 from slowness import scaled
@@ -27,8 +27,9 @@ from ezpz_llm.scaling.compare import compare, comparison_notes
 from ezpz_llm.scaling.findings import find
 from ezpz_llm.scaling.page import findings_page, scaling_figure
 from ezpz_llm.scaling.paper import write_paper
+from ezpz_llm.scaling.report_record import report_record
 from ezpz_llm.scaling.study import Point, Study, add_repeat
-from ezpz_llm.scaling.study_report import as_record, findings_text, report_main
+from ezpz_llm.scaling.study_report import findings_text, report_main
 
 SIZES = (1, 2, 4)
 
@@ -241,7 +242,7 @@ def test_paper_writes_figure_table_and_paragraph(folder, tmp_path):
     assert b"/Type3" not in (tmp_path / "a" / "scaling-weak.pdf").read_bytes()
 
     findings = find(folder)
-    rows = {row["point"]: row for row in as_record(findings)["points"]}
+    rows = {row.point: row for row in report_record(findings).points}
     table = (tmp_path / "a" / "scaling-strong.tex").read_text()
     lines = [line for line in table.splitlines() if "% points/" in line]
     assert len(lines) == 6
@@ -249,15 +250,15 @@ def test_paper_writes_figure_table_and_paragraph(folder, tmp_path):
         cells, name = line.split(r" \\ % points/")
         ds_config, size, ranks, step, speed, efficiency, mfu = cells.split(" & ")
         row = rows[name]
-        assert (ds_config, int(size), int(ranks)) == (row["ds_config"], row["nodes"], row["ranks"])
-        assert float(step) == pytest.approx(1e3 * row["step_time_s"], abs=0.06)
-        assert int(speed.replace(",", "")) == round(row["tokens_per_second"])
-        assert efficiency == ("baseline" if row["nodes"] == 1 else f"{100 * row['efficiency']:.1f} "
-                              f"[{100 * row['efficiency_low']:.1f}, {100 * row['efficiency_high']:.1f}]")
+        assert (ds_config, int(size), int(ranks)) == (row.ds_config, row.nodes, row.ranks)
+        assert float(step) == pytest.approx(1e3 * row.step_time_s, abs=0.06)
+        assert int(speed.replace(",", "")) == round(row.tokens_per_second)
+        assert efficiency == ("baseline" if row.nodes == 1 else f"{100 * row.efficiency:.1f} "
+                              f"[{100 * row.efficiency_low:.1f}, {100 * row.efficiency_high:.1f}]")
         assert mfu == "41.0"
     text = (tmp_path / "a" / "paragraph.tex").read_text()
     assert "We measured strong scaling of layout zero3 on 1, 2, 4 nodes" in text
-    assert f"{100 * rows['weak-ddp-n4-r4']['efficiency']:.1f} [" in text
+    assert f"{100 * rows['weak-ddp-n4-r4'].efficiency:.1f} [" in text
     assert r"\%" in text
     assert not [row for row in text.splitlines() if re.search(r"(?<!\\)%", row) and not row.startswith("% ")]
 

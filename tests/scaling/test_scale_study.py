@@ -7,12 +7,12 @@ import json
 import math
 import os
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, scheduler
 from made_up_runs import make_run
+from msgspec.structs import replace
 from scale_runs import TRAIN, scale
 from slowness import scaled
 
@@ -239,7 +239,7 @@ def test_study_and_repeats_round_trip(tmp_path: Path) -> None:
         read_repeats(tmp_path)
     for text, message in ((None, "no study.json"), ('{"version": 0}', "another version"), ("[]", "another version"),
                           ('{"version": 1}', "unit is missing"),
-                          ('{"version": 1, "points": [{}]}', "unit is missing")):
+                          ('{"version": 1, "points": [{}]}', r"points\[0\].name is missing")):
         study_file(tmp_path).unlink(missing_ok=True)
         if text:
             study_file(tmp_path).write_text(text)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from golden import check_golden
 
 from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.data.manifest import Manifest, Source, Split, Splits
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenizers import gpt2_entry
 from ezpz_llm.dist import Dist
 from ezpz_llm.trainer.first_screen import expected_end, first_screen
 from ezpz_llm.trainer.options import parse
@@ -28,8 +30,10 @@ RUNS = {
 def screen(words: str, world_size: int, device: str, width: int) -> str:
     """Return the first screen of a run with these options, its notes, and its expected end."""
     plan = plan_run(parse(words.split()), world_size, device=device)
-    manifest: dict[str, Any] = {"tokenizer": {"name": "gpt2"}, "splits": {"train": {"tokens": 9_036_044_288},
-                                                                          "val": {"tokens": 4_411_392}}}
+    manifest = Manifest(
+        request="", command="", source=Source("", 1, 1), tokenizer=gpt2_entry(), vocab_size=50257,
+        end_of_text=50256, dtype="uint16", documents=1, tokens=9_040_455_680, unigram_entropy=7.0,
+        splits=Splits(Split(9_036_044_288, []), Split(4_411_392, [])))
     dist = SimpleNamespace(world_size=world_size, device=SimpleNamespace(type=device))
     return (first_screen(plan, TokenData(Path("data"), manifest), cast("Dist", dist), width)
             + align_rows([("note", note) for note in plan.resolved.notes], width)

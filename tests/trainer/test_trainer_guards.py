@@ -19,6 +19,7 @@ from poisoned_train import poisoned
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.engine.torch_engine import TorchEngine
@@ -30,7 +31,7 @@ from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
-from ezpz_llm.trainer.spike_detector import MIN_STEPS, SpikeDetector
+from ezpz_llm.trainer.spike_detector import MIN_STEPS, SpikeDetector, SpikeState
 
 SCRIPT = HELPERS / "poisoned_train.py"
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
@@ -152,7 +153,7 @@ def test_a_restored_detector_continues_exactly(steps, cut):
     whole, part = SpikeDetector(config), SpikeDetector(config)
     for number, (loss, norm) in enumerate(steps, 1):
         if number == cut:
-            state = json.loads(json.dumps(part.state()))
+            state = as_record(SpikeState, json.loads(json.dumps(as_plain(part.state()))), "state.json", "guard")
             part = SpikeDetector(config)
             part.restore(state)
         assert look(whole, number, loss, norm) == look(part, number, loss, norm)

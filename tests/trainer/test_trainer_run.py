@@ -16,8 +16,9 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify.cases import natural_worlds
-from ezpz_llm.checkpoint.manifest import STATE, complete_checkpoints, read_json
+from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.checkpoint.retention import find
+from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.layout import ds_config
@@ -219,7 +220,7 @@ def test_a_run_on_own_text_resumes_in_its_directory(tmp_path):
     resumed = parse([*options, "--steps", "9", "--resume", str(run_dir)])
     with pytest.raises(UserError, match=f"the tokens of {folder} differ from the checkpoint's"):
         check_state(plan_run(resumed, 1, vocab_size=TokenData.open(folder).vocab_size), saved,
-                    read_json(saved / STATE), data="other tokens")
+                    read_state(saved), data="other tokens")
     for wrong, message in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),
                            (["--tokenizer", "bytes"], "was prepared with the tokenizer char")):
         done = alone(*wrong, "--run-dir", str(tmp_path / "none"))

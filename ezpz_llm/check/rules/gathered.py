@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from ezpz_llm.base import group_by_key
+from ezpz_llm.base.records import Rank, Whole
 from ezpz_llm.launch.hostlist import fold_numbers
 
 Facts = Mapping[str, Any]
@@ -25,6 +28,19 @@ _STAGE_NAMES = {READY: "importing torch and selecting its device", COMPUTE: "a m
 def stage_name(stage: str) -> str:
     """Return a description of a stage."""
     return _STAGE_NAMES.get(stage.rstrip("0123456789").strip(), stage)
+
+
+class Unreached(Struct, frozen=True):
+    """Report of a node that cannot reach rank 0; the file of the same name contains it."""
+
+    rank: Rank
+    host: str
+    reason: str
+    address: str
+    port: Whole
+    ranks_there: Rank
+    resolves_to: str | None
+    interface: str | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class Gathered:
     world_size: int
     facts: Sequence[Facts]
     hosts: Sequence[str] = ()
-    unreached: Sequence[Facts] = ()
+    unreached: Sequence[Unreached] = ()
     port_error: str | None = None
     network: str | None = None
     waited_s: float = 0.0

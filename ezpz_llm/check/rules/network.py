@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TypeVar
 
 from ezpz_llm.base import group_by_key
-from ezpz_llm.check.findings import Finding, Level
+from ezpz_llm.check.findings import Level
 from ezpz_llm.check.node_facts import network_family
 from ezpz_llm.check.rules.gathered import (
     COMPUTE,
@@ -17,6 +17,7 @@ from ezpz_llm.check.rules.gathered import (
     READY,
     Facts,
     Gathered,
+    Unreached,
     describe_differences,
     format_rate,
     node_ranges,
@@ -25,6 +26,7 @@ from ezpz_llm.check.rules.gathered import (
 )
 from ezpz_llm.launch.addresses import is_loopback, missing_interface
 from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.rundir.records import Finding
 
 
 def _wrong_network(gathered: Gathered) -> Iterator[Finding]:
@@ -86,9 +88,8 @@ def _unbound_port(gathered: Gathered) -> Iterator[Finding]:
 
 def _unreached_nodes(gathered: Gathered) -> Iterator[Finding]:
     reported = {facts["rank"] for facts in gathered.facts}
-    groups = group_by_key(((f"{report['address']}:{report['port']}", report["reason"], _route(report)),
-                           report["host"])
-                          for report in gathered.unreached if report["rank"] not in reported)
+    groups = group_by_key(((f"{report.address}:{report.port}", report.reason, _route(report)), report.host)
+                          for report in gathered.unreached if report.rank not in reported)
     for (master, reason, route), names in groups.items():
         instead = ("pass launch --interface NAME, or set MASTER_ADDR to an address of rank 0's node that every "
                    "node can reach")
@@ -98,12 +99,12 @@ def _unreached_nodes(gathered: Gathered) -> Iterator[Finding]:
                       f"{node_ranges(names)} cannot reach MASTER_ADDR {master}{route}: {reason}", instead)
 
 
-def _route(report: Facts) -> str:
-    if not report["resolves_to"]:
+def _route(report: Unreached) -> str:
+    if not report.resolves_to:
         return ", which does not resolve there"
-    if is_loopback(report["resolves_to"]):
-        return f", which resolves to the loopback address {report['resolves_to']} there"
-    return f" over {report['interface']}" if report.get("interface") else ", to which there is no route"
+    if is_loopback(report.resolves_to):
+        return f", which resolves to the loopback address {report.resolves_to} there"
+    return f" over {report.interface}" if report.interface else ", to which there is no route"
 
 
 def _master(gathered: Gathered) -> Facts:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ezpz_llm.base import count_noun, group_by_key
-from ezpz_llm.check.findings import Finding, Level
+from ezpz_llm.check.findings import Level
 from ezpz_llm.check.rules.gathered import (
     MPI,
     READY,
@@ -20,6 +20,7 @@ from ezpz_llm.check.rules.gathered import (
 )
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
+from ezpz_llm.rundir.records import Finding
 
 MIN_SHARED_MEMORY = 2**28
 """Minimum free bytes of /dev/shm. With the 64 MiB of containers, SIGBUS kills data loaders and NCCL."""
@@ -180,11 +181,11 @@ def _wrong_world_sizes(gathered: Gathered) -> Iterator[Finding]:
 def _missing_ranks(gathered: Gathered) -> Iterator[Finding]:
     present = {facts["rank"] for facts in gathered.facts}
     missing = [rank for rank in range(gathered.world_size) if rank not in present]
-    unreached = NodeNames(facts["host"] for facts in gathered.unreached)
+    unreached = NodeNames(report.host for report in gathered.unreached)
     planned = dict(enumerate(gathered.hosts))
     by_node = group_by_key((host, rank) for rank in missing
                            if (host := planned.get(rank, "")) not in unreached)
-    if not gathered.hosts and sum(report["ranks_there"] for report in gathered.unreached) >= len(missing):
+    if not gathered.hosts and sum(report.ranks_there for report in gathered.unreached) >= len(missing):
         # Without a plan, assume that all missing ranks are on the nodes that cannot reach rank 0.
         return
     if len(by_node) > _MAX_SEPARATE_NODES:

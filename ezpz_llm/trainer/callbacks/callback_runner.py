@@ -17,10 +17,8 @@ from ezpz_llm.dist.agreement import broadcast, raise_together, run_together
 from ezpz_llm.observe import terminal_width
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 
-_STATE_KEY = "callbacks"
-"""Key of state.json with the states of added callbacks, by name."""
-_OWN_STATE_KEYS = ("guard",)
-"""Keys of state.json with the states of the trainer's callbacks."""
+_OWN_NAMES = ("guard",)
+"""Names of the trainer's callbacks that have a state."""
 
 _FAILURE = "callbacks/failure"
 """Key of the ranks' store with the first error of a callback, as two lines: problem and location."""
@@ -103,18 +101,17 @@ class Callbacks:
         for callback in self._train_end:
             self._call(callback, "on_train_end", partial(callback.on_train_end, self.context))
 
-    def state(self) -> dict[str, Any]:
-        """Return the members of state.json with the callbacks' states, and with those of absent callbacks."""
-        states = {}
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of the callbacks, and of callbacks that are absent from this run, by name."""
+        states = dict(self._unclaimed)
         for callback in self._with_state:
             if state := self._call(callback, "state_dict", partial(_json_state, callback)):
                 states[_name_of(callback)] = state
-        own = {key: states.pop(key) for key in _OWN_STATE_KEYS if key in states}
-        return {**own, _STATE_KEY: {**self._unclaimed, **states}} if states or self._unclaimed else own
+        return states
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the callbacks from a checkpoint's state.json; keep the states of absent callbacks."""
-        states = {**state.get(_STATE_KEY, {}), **{key: state[key] for key in _OWN_STATE_KEYS if key in state}}
+    def restore(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Restore the callbacks' states from a checkpoint; keep the states of absent callbacks."""
+        states = dict(states)
         for callback in self._with_state:
             if (saved := states.pop(_name_of(callback), None)) is not None:
                 self._call(callback, "load_state_dict", partial(callback.load_state_dict, saved))
@@ -199,7 +196,7 @@ def _check_names(names: Sequence[str], main_names: Sequence[str], rank: int) -> 
         raise UserError(f"the ranks have different callbacks: rank {rank} has {', '.join(names) or 'none'}, rank 0 "
                         f"has {', '.join(main_names) or 'none'}", where="callbacks",
                         instead="install the same packages on every node")
-    taken = [*names, *_OWN_STATE_KEYS]
+    taken = [*names, *_OWN_NAMES]
     if duplicate := next((name for name in names if taken.count(name) > 1), None):
         raise UserError(f"two callbacks are named {duplicate}", where="callbacks",
                         instead="uninstall one of their packages, or give each a `name`")

@@ -49,7 +49,7 @@ def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[It
     """
     if config.hellaswag is None:
         return []
-    if "table" in data.manifest["tokenizer"]:
+    if data.manifest.tokenizer.table is not None:
         raise UserError("the tokenizer char can encode only the characters of its corpus", where="--hellaswag",
                         instead="--tokenizer bytes or gpt2")
     path = user_path(config.hellaswag)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.config import TrainConfig
-from ezpz_llm.trainer.spike_detector import SpikeDetector
+from ezpz_llm.trainer.spike_detector import SpikeDetector, SpikeState
 
 
 class SpikeGuard(Callback):
@@ -36,9 +37,9 @@ class SpikeGuard(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the detector's state."""
-        return self.detector.state()
+        return as_plain(self.detector.state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the detector and the limit."""
-        self.detector.restore(state)
+        self.detector.restore(as_record(SpikeState, state, "state.json", self.name))
         self._engine.step_skip.limit = self.detector.limit

@@ -1,0 +1,95 @@
+"""Type of a checkpoint's state.json, and its reader (imports no torch)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from ezpz_llm.base import UserError, as_dataclass
+from ezpz_llm.base.records import Ranks, Step, Whole, as_plain, as_record
+from ezpz_llm.checkpoint.manifest import STATE, damaged_error, read_json
+from ezpz_llm.data.manifest import TokenizerEntry
+from ezpz_llm.engine.loss_scale_state import LossScaleState
+from ezpz_llm.model.config import ModelConfig
+
+_Hash = Annotated[str, Meta(pattern="^[0-9a-f]*$")]
+
+
+class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """State of a run that the caller of `save` passes.
+
+    Attributes:
+        data: fingerprint of the token shards.
+        tokenizer: its entry in the manifest of the token shards.
+        model: settings of the model, by name; see `ezpz_llm.model.config.ModelConfig`.
+        guard: state of the spike detector.
+        callbacks: states of other callbacks, by name.
+        more: further members of state.json, such as those that a user's script saves.
+    """
+
+    step: Step
+    consumed: Whole | None = None
+    sample_hash: _Hash | None = None
+    seed: Whole | None = None
+    data: str | None = None
+    tokenizer: TokenizerEntry | None = None
+    model: dict[str, Any] | None = None
+    guard: dict[str, Any] | None = None
+    callbacks: dict[str, dict[str, Any]] = {}
+    more: dict[str, Any] = {}
+
+    @property
+    def callback_states(self) -> dict[str, dict[str, Any]]:
+        """States of all callbacks, by name."""
+        return self.callbacks if self.guard is None else {**self.callbacks, "guard": self.guard}
+
+
+class State(Progress, frozen=True, kw_only=True, omit_defaults=True):
+    """Content of state.json: the progress, and members that `save` adds."""
+
+    optimizer_step: Step
+    loss_scale: LossScaleState | None
+    world_size: Ranks
+    layout: str | None = None
+    degrees: dict[str, Whole] = {}
+    versions: dict[str, str] = {}
+
+    def config(self, folder: Path) -> ModelConfig:
+        """Return the configuration of the model.
+
+        Raises:
+            DamagedCheckpointError: it is missing.
+            UserError: this version does not support it.
+        """
+        if self.model is None:
+            raise damaged_error(folder, f"{STATE} has no model")
+        try:
+            return as_dataclass(ModelConfig, self.model, STATE)
+        except UserError as error:
+            raise UserError(f"{STATE} does not describe a model that this version supports: {error.found}",
+                            where=str(folder), instead="the version that saved it") from error
+
+
+_KNOWN = {name for name in State.__struct_fields__ if name != "more"}
+
+
+def read_state(folder: Path) -> State:
+    """Return the content of a checkpoint's state.json.
+
+    Raises:
+        DamagedCheckpointError: it is missing, or a value is missing or has the wrong type.
+    """
+    stored = read_json(folder / STATE)
+    more = {name: value for name, value in stored.items() if name not in _KNOWN}
+    try:
+        return as_record(State, {**stored, "more": more}, STATE)
+    except UserError as error:
+        raise damaged_error(folder, f"in {STATE}, {error.found}") from error
+
+
+def state_members(state: State) -> dict[str, Any]:
+    """Return the members of state.json as JSON values."""
+    members = as_plain(state)
+    return {**members.pop("more", {}), **members}
