@@ -121,7 +121,7 @@ def read_json_lines(path: Path, most_line: int = _MAX_LINE_BYTES) -> Iterator[di
         UserError: the file cannot be read, or a line is not a JSON object or exceeds the limits. The message names
             the line number.
     """
-    import orjson  # takes a quarter of the time of the json module, for files with a million lines
+    import msgspec  # several times as fast as the json module, for files with a million lines
 
     with open_regular(path) as file:
         try:
@@ -132,9 +132,9 @@ def read_json_lines(path: Path, most_line: int = _MAX_LINE_BYTES) -> Iterator[di
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    value = orjson.loads(line)
+                    value = msgspec.json.decode(line)
                     is_plain = isinstance(value, dict) and line.count(b"[") + line.count(b"{") <= _MAX_DEPTH
-                except ValueError:  # a blank line, NaN, or invalid JSON: distinguished below
+                except (ValueError, RecursionError):  # a blank line, NaN, or invalid JSON: distinguished below
                     is_plain = False
                 if not is_plain:
                     if not line.strip():
