@@ -84,7 +84,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
                       f"({config.schedule}) over {count_noun(config.steps, 'step')}, "
                       f"{config.warmup_steps} of warm-up, weight decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
-        ("attention", _describe_attention(plan, dist)),
+        ("attention", describe_attention(plan, dist.device)),
         ("compile", f"{'blocks' if config.compile else 'off'} ({plan.sources['compile']})"),
         *flop_and_peak_rows(work, flops),
         ("saves", _describe_saves(plan, dist)),
@@ -96,7 +96,7 @@ def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork,
              flops: FlopCount) -> list[tuple[str, str]]:
     """Return notes and warnings; without --verbose, also the warnings among the rows that only `description`
     prints."""
-    rows = [] if plan.verbose else [("attention", _describe_attention(plan, dist)),
+    rows = [] if plan.verbose else [("attention", describe_attention(plan, dist.device)),
                                     *flop_and_peak_rows(work, flops)]
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
@@ -120,17 +120,21 @@ def _describe_saves(plan: RunPlan, dist: Dist) -> str:
     return f"{text}, in the background from a copy in CPU memory ({megabytes:,.0f} MB per rank)"
 
 
-def _describe_attention(plan: RunPlan, dist: Dist) -> str:
-    """Describe the attention kernel and, if it stores the scores, their memory."""
+def describe_attention(plan: RunPlan, device: torch.device) -> str:
+    """Describe the attention kernel and, if it stores the scores, their memory and the options that avoid it."""
     dtype = matmul_dtype(plan.resolved.precision)
-    kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,
+    kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, device, dtype,
                               plan.config.attention == "explicit")
     if not kernel.score_bytes:
         return kernel.name + (", by FlashAttention-3" if plan.config.attention == "flash3" else "")
     slow = f"{kernel.name}, the slow kernel, which stores {kernel.score_bytes / 1e9:.3g} GB of scores per layer"
     if plan.config.attention == "explicit":
         return f"{slow}, as requested"
-    return f"warning: {slow}; --precision bf16_autocast may allow a faster kernel"
+    changes = {"--dropout 0": (replace(plan.model, dropout=0.0), dtype),
+               "--precision bf16_autocast": (plan.model, torch.bfloat16)}
+    faster = [option for option, (model, changed) in changes.items() if not attention_kernel(
+        model, plan.resolved.batch.micro_batch, device, changed).score_bytes]
+    return f"warning: {slow}" + (f"; {' or '.join(faster)} allows a faster one" if faster else "")
 
 
 def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:

@@ -30,6 +30,7 @@ from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import make_engine
+from ezpz_llm.trainer.run_description import describe_attention
 
 CPU = torch.device("cpu")
 SHAPE = ("--ds-config", "ddp", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--block-size", "32",
@@ -100,6 +101,16 @@ def test_what_is_asked_for_is_what_is_reported() -> None:
     assert all(block.attn.product.explicit for block in model.transformer["h"])
     use_attention(model, "auto", CPU)
     assert not any(block.attn.product.explicit for block in model.transformer["h"])
+
+
+def test_a_slow_attention_kernel_is_reported_with_what_avoids_it() -> None:
+    no_dropout = "; --dropout 0 allows a faster one"
+    for words, advice in (((), None), (("--dropout", "0.1"), no_dropout),
+                          (("--dropout", "0.1", "--precision", "bf16_autocast"), no_dropout),
+                          (("--attention", "explicit"), ", as requested")):
+        text = describe_attention(plan_run(parse([*SHAPE, *words]), 1, vocab_size=257, device="cpu"), CPU)
+        assert ("stores" in text) == (advice is not None)
+        assert text.endswith(advice or "flash_attention")
 
 
 def test_tf32_that_does_nothing_is_found_out() -> None:
