@@ -171,8 +171,10 @@ def _step_causes(split: Split, run: TrainerRun,
     python_s = min(rank.cpu_s for rank in split.ranks)
     idle = min(rank.seconds["idle"] for rank in split.ranks)
     where = "Python between operators" if split.device == "cpu" else "the device waits for the CPU"
+    shards_nothing = run.layout.zero.stage and run.batch.dp_size == 1 and not run.layout.zero.offload_optimizer
     yield ("host", where, python_s + idle,
-           [*([] if is_compile_unavailable(run) else ["--compile true"]),
+           [*(["--ds-config ddp, which makes fewer Python calls per step"] if shards_nothing else []),
+            *([] if is_compile_unavailable(run) else ["--compile true"]),
             "a larger --micro-batch-size, so that operators take longer than their Python calls",
             "profile/host.html shows the Python call tree"])
     layout = run.layout

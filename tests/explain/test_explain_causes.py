@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from made_up_traces import MadeUp, of_all
@@ -75,6 +76,20 @@ def test_the_most_expensive_cause_comes_first(split, wall, kind, message):
     assert causes[0].advice
     assert [cause.seconds for cause in causes] == sorted((cause.seconds for cause in causes), reverse=True)
     assert all(0 < cause.share < 1 for cause in causes)
+
+
+def test_zero_on_one_rank_is_advised_against_if_the_device_waits_for_the_cpu():
+    trace = MadeUp(0, [])
+    for start in (200.0, 400.0):
+        trace.mark(f"step {start / 200:.0f}", start, 100)
+        trace.mark("forward", start, 100)
+        trace.op(start, 30)
+    split = split_traces([trace.read()])
+    for stage, dp_size in ((1, 1), (1, 2), (0, 1)):
+        layout = Layout("zero1", "deepspeed", ZeroOptions(1)) if stage else Layout("ddp", "torch", ZeroOptions(0))
+        run = replace(a_run(layout), batch=Batch(8, 8 // dp_size, 1, dp_size))
+        (host,) = (cause for cause in rank_causes(split, WALL, run, {}) if cause.kind == "host")
+        assert any("--ds-config ddp" in advice for advice in host.advice) == ((stage, dp_size) == (1, 1))
 
 
 def test_the_cost_of_a_slow_rank_is_the_waiting_for_it_scaled_to_the_run():
