@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -84,17 +85,17 @@ class SummaryNoise(Struct, frozen=True):
     """Noise of the loss, and of the gradient norm at each step."""
 
     loss: float | None
-    norm: list[float]
+    norm: Sequence[float | None]
 
 
 class ReferenceSummary(Struct, frozen=True):
-    """Numbers of a reference in certify.json; `sight` is from `verdict.sensitivity`."""
+    """Numbers of a reference in certify.json, null if not finite; `sight` is from `verdict.sensitivity`."""
 
-    losses: list[float]
-    held_out: float
-    norms: list[float]
+    losses: Sequence[float | None]
+    held_out: float | None
+    norms: Sequence[float | None]
     noise: SummaryNoise
-    zero_by_symmetry: dict[str, float]
+    zero_by_symmetry: Mapping[str, float | None]
     sight: dict[str, float | None] = {}
     one_process: dict[str, LargestRatio] = {}
 

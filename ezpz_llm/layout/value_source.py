@@ -78,10 +78,8 @@ class ValueSource:
         return Source(origin=self.origin.value, detail=self.detail, scaled_to=self.scaled_to)
 
     @classmethod
-    def from_record(cls, source: Source | str) -> ValueSource:
-        """Return a recorded source. One of another version may be a sentence, or have an unknown origin."""
-        if isinstance(source, str):
-            return cls(Origin.FILE, source)
+    def from_record(cls, source: Source) -> ValueSource:
+        """Return a recorded source. A later version may have recorded an unknown origin."""
         is_known = source.origin in {origin.value for origin in Origin}
         return cls(Origin(source.origin) if is_known else Origin.FILE, source.detail, source.scaled_to)
 

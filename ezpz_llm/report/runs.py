@@ -20,7 +20,6 @@ from ezpz_llm.observe.trackers.tracker import flatten_settings
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.layout_record import LayoutRecord, read_layout_record
 from ezpz_llm.rundir.records import Data, Environment, Exit, Launch, RunRecord, read_record
-from ezpz_llm.rundir.value_source_record import Source
 
 _SILENT_AFTER_S = 600.0
 """A run without new lines is shown as running for this time plus three times the duration of the last log interval.
@@ -284,7 +283,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 def _is_chosen(run: Run, name: str) -> bool:
     """Return True if the user chose this option; False if the run's version did not have it."""
     has_option, source = name in (run.record.config or {}), (run.record.sources or {}).get(name)
-    return has_option and not (isinstance(source, Source) and source.origin in _DERIVED)
+    return has_option and not (source and source.origin in _DERIVED)
 
 
 def comparison_sentence(differing: dict[str, list[str]]) -> str:

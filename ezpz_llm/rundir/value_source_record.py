@@ -19,5 +19,5 @@ class Source(Struct, frozen=True, omit_defaults=True):
     scaled_to: Whole | None = None
 
 
-Sources = dict[str, Source | str]
-"""Sources by the name of the value. Earlier versions wrote them as sentences."""
+Sources = dict[str, Source]
+"""Sources by the name of the value."""

@@ -207,6 +207,9 @@ KEPT: dict[str, Any] = {
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"passed": False}, "not every case of this certificate passed"),
+    ({"passed": False, "references": {"tiny-gpt2 fp32": {  # null: NaN or Inf
+        "losses": [None], "held_out": None, "norms": [None], "noise": {"loss": None, "norm": [None]},
+        "zero_by_symmetry": {}}}}, "not every case of this certificate passed"),
     ({"results": []}, "not a certificate"),  # would hold whatever happens
     ({"command": "ezpz-llm certify --help"}, "not a certificate"),  # would exit with 0
     ({"command": "rm -r ."}, "not a certificate"),
