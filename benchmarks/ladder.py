@@ -87,6 +87,7 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
 
     import torch
 
+    from ezpz_llm.base.records import as_plain
     from ezpz_llm.data.samples import Batches
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.evaluate.validation import open_corpus
@@ -126,7 +127,7 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
         peak = peak_flops(device, RECIPES[plan.resolved.precision].products)
         result = {"tokens": tokens, "wall_s": walls[SKIP:], "cpu_s": processors[SKIP:],
                   "first_steps_s": walls[:SKIP], "losses": losses, "flops": flops_per_token(plan.model) * tokens,
-                  "peak_flops": peak.flops if peak else None, "environment": run_environment(dist)}
+                  "peak_flops": peak.flops if peak else None, "environment": as_plain(run_environment(dist))}
         if on_host:
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             return {**result, "memory_bytes": most - before, "memory_at_start_bytes": before}

@@ -20,7 +20,7 @@ from ezpz_llm.certify import (
     wide_sums,
 )
 from ezpz_llm.certify.local_launches import read_definition_outcomes
-from ezpz_llm.checkpoint import writer
+from ezpz_llm.checkpoint import reader
 from ezpz_llm.checkpoint.saver import CpuMemory
 from ezpz_llm.engine import build, gradients
 from ezpz_llm.engine.gradients import NonFiniteStepSkipper
@@ -71,7 +71,7 @@ def previous_samples(session: Any, hashes: list[int]) -> Iterator[Any]:
         (loop, "learning_rate", lambda step, config: config.lr,
          "step 1 of a run has the learning rate 0.002, not 0.001"),
         (loop, "micro_batches", previous_samples, "forward, step 2 of a run"),
-        (writer, "restore_rng_states", lambda states, device: None, "a resumed run with dropout has the losses"),
+        (reader, "restore_rng_states", lambda states, device: None, "a resumed run with dropout has the losses"),
         (run, "resume_from_checkpoint", lambda *args: structs.replace(state_of(*args), guard=None),
          "a resumed run skips steps with a gradient norm above inf"),
         (GPT, "eval", lambda model: model, "an evaluation of a run with dropout gives"))),
