@@ -50,13 +50,13 @@ class MidRunCheckpoints:
 
     def save(self, model: Wrapped) -> None:
         """Save the case's checkpoint. Collective."""
-        progress = checkpoint.Progress(step=self.step, more={"case": self._layout})
+        progress = checkpoint.Progress(step=self.step, user={"case": self._layout})
         checkpoint.save(model.engine, self._dist, RunDir(self.own), progress)
 
     def load(self, model: Wrapped) -> None:
         """Load the checkpoint of the last case that passed, or the case's own if there is none. Collective."""
         where = self.passed if broadcast(self._dist, self.passed.is_dir()) else self.own
-        self.loaded = checkpoint.load(checkpoint.find(where), model.engine, self._dist).state.more["case"]
+        self.loaded = checkpoint.load(checkpoint.find(where), model.engine, self._dist).state.user["case"]
 
     def close(self, *, passed: bool) -> None:
         """Keep the case's checkpoint for the next case if the case passed, else delete it. Collective."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from ezpz_llm.base import UserError, count_noun, print_lines, run_command, user_path
 from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.checkpoint.index import Parameter, check_model, read_index
 from ezpz_llm.checkpoint.manifest import (
     LATEST,
@@ -22,7 +23,7 @@ from ezpz_llm.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from ezpz_llm.checkpoint.state import read_state, state_members
+from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.evaluate.model import SOURCE_HELP
 from ezpz_llm.hf.source import Source, fetch, find_source
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes
@@ -114,7 +115,7 @@ def _facts(source: Source) -> dict[str, Any]:
         return facts
     files = read_manifest(source.folder)
     index = read_index(source.folder)
-    state = {name: value for name, value in state_members(source.state).items()
+    state = {name: value for name, value in as_plain(source.state).items()
              if name not in ("model", "tokenizer")}
     return {**facts, "state": state, "tokenizer": source.tokenizer and source.tokenizer.name,
             "tensors": list(index.kinds), "pieces": sum(len(p.pieces) for p in index.parameters.values()),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from ezpz_llm.base import UserError, as_dataclass
-from ezpz_llm.base.records import Ranks, Step, Whole, as_plain, as_record
+from ezpz_llm.base.records import Ranks, Step, Whole, as_record
 from ezpz_llm.checkpoint.manifest import STATE, damaged_error, read_json
 from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.engine.loss_scale_state import LossScaleState
@@ -26,7 +26,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
         model: settings of the model, by name; see `ezpz_llm.model.config.ModelConfig`.
         guard: state of the spike detector.
         callbacks: states of other callbacks, by name.
-        more: further members of state.json, such as those that a user's script saves.
+        user: values that a user's script saves, by name.
     """
 
     step: Step
@@ -38,7 +38,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: dict[str, Any] | None = None
     guard: dict[str, Any] | None = None
     callbacks: dict[str, dict[str, Any]] = {}
-    more: dict[str, Any] = {}
+    user: dict[str, Any] = {}
 
     @property
     def callback_states(self) -> dict[str, dict[str, Any]]:
@@ -72,9 +72,6 @@ class State(Progress, frozen=True, kw_only=True, omit_defaults=True):
                             where=str(folder), instead="the version that saved it") from error
 
 
-_KNOWN = {name for name in State.__struct_fields__ if name != "more"}
-
-
 def read_state(folder: Path) -> State:
     """Return the content of a checkpoint's state.json.
 
@@ -82,14 +79,7 @@ def read_state(folder: Path) -> State:
         DamagedCheckpointError: it is missing, or a value is missing or has the wrong type.
     """
     stored = read_json(folder / STATE)
-    more = {name: value for name, value in stored.items() if name not in _KNOWN}
     try:
-        return as_record(State, {**stored, "more": more}, STATE)
+        return as_record(State, stored, STATE)
     except UserError as error:
         raise damaged_error(folder, f"in {STATE}, {error.found}") from error
-
-
-def state_members(state: State) -> dict[str, Any]:
-    """Return the members of state.json as JSON values."""
-    members = as_plain(state)
-    return {**members.pop("more", {}), **members}

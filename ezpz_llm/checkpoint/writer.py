@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.base.version import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, make_record, publish, shard_name, write_manifest
-from ezpz_llm.checkpoint.state import Progress, State, state_members
+from ezpz_llm.checkpoint.state import Progress, State
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.optimizer_state import EngineState, owned_parts
@@ -104,7 +105,7 @@ def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Se
         OSError: for example, the disk is full.
     """
     write_index(partial, shapes, kinds, [entry for _, pieces in written for entry in pieces])
-    write_json(partial / STATE, state_members(state))
+    write_json(partial / STATE, as_plain(state))
     records = [file for file, _ in written]
     write_manifest(partial, state.step, [*records, make_record(partial / INDEX), make_record(partial / STATE)])
     return publish(partial, state.step)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from ezpz_llm.base import UserError
+from ezpz_llm.base.records import Step, Whole, as_record
 from ezpz_llm.data.manifest import TRAIN
 from ezpz_llm.data.megatron import read_index
 from ezpz_llm.data.samples import as_mixture, stream_offsets
@@ -138,13 +139,20 @@ def _skipped(record: RunRecord) -> dict[int, int]:
     return skipped
 
 
+class _Position(Struct, frozen=True):
+    """Members of a checkpoint's state.json."""
+
+    step: Step
+    consumed: Whole
+
+
 def _recorded_positions(run_dir: RunDir, record: RunRecord) -> Iterator[tuple[int, int]]:
     """Yield pairs of a step and the total samples read by its end, from run.json and the checkpoints."""
     if record.samples_consumed is not None and record.steps is not None:
         yield record.steps, record.samples_consumed
     for path in sorted(run_dir.checkpoints.glob("step-*/state.json")):
-        state = read_json(path)
-        yield state["step"], state["consumed"]
+        position = as_record(_Position, read_json(path), str(path))
+        yield position.step, position.consumed
 
 
 def find_extracts(data: TokenData, block_size: int, seed: int, samples: Sequence[int]) -> list[Extract]:

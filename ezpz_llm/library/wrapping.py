@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.base import UserError
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.checkpoint.reader import load_newest
 from ezpz_llm.checkpoint.saver import save
-from ezpz_llm.checkpoint.state import Progress, state_members
+from ezpz_llm.checkpoint.state import Progress
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine import running_statistics
@@ -278,7 +279,7 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
     run = current("save_checkpoint")
     _require_known_state(model.optimizer)
     with run.phase("checkpoints"):
-        return save(model.engine, run.dist, run.dist.run_dir, Progress(step=step, more=state))
+        return save(model.engine, run.dist, run.dist.run_dir, Progress(step=step, user=state))
 
 
 def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str, Any] | None:
@@ -306,7 +307,8 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
     loaded = load_newest(where, model.engine, run.dist, lambda folder, state: None)
     run.step = loaded.state.step
     run.begin_step()
-    return {**state_members(loaded.state), "rng_restored": loaded.rng_restored}
+    saved = as_plain(loaded.state)
+    return {**saved, **saved.pop("user", {}), "rng_restored": loaded.rng_restored}
 
 
 def _check_path(where: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError, run_command
-from ezpz_llm.checkpoint import Keep, Progress, find, prune
+from ezpz_llm.base.records import as_plain
+from ezpz_llm.checkpoint import Keep, find, prune
 from ezpz_llm.checkpoint.__main__ import main as checkpoint_main
 from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.manifest import (
@@ -26,7 +27,7 @@ from ezpz_llm.checkpoint.manifest import (
     write_manifest,
 )
 from ezpz_llm.checkpoint.retention import candidates
-from ezpz_llm.checkpoint.state import State, read_state, state_members
+from ezpz_llm.checkpoint.state import State, read_state
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.rundir import RunDir
 
@@ -259,11 +260,9 @@ def test_verify_reports_an_incomplete_state_in_one_message(
     assert "Traceback" not in printed
 
 
-def test_members_of_a_script_are_saved_beside_those_of_save(tmp_path: Path) -> None:
-    progress = Progress(step=3, more={"epoch": 1, "more": [2], "world_size": 9})
-    state = State(step=progress.step, more=progress.more, optimizer_step=3, loss_scale=None, world_size=2)
-    members = state_members(state)
-    assert members == {"step": 3, "epoch": 1, "more": [2], "optimizer_step": 3, "loss_scale": None, "world_size": 2}
-    folder = write_state(tmp_path / "checkpoints" / "step-00000003", members)
-    assert state_members(read_state(folder)) == members
+def test_values_of_a_script_do_not_replace_those_of_save(tmp_path: Path) -> None:
+    state = State(step=3, user={"epoch": 1, "model": "mine", "world_size": 9}, optimizer_step=3, loss_scale=None,
+                  world_size=2)
+    folder = write_state(tmp_path / "checkpoints" / "step-00000003", as_plain(state))
+    assert read_state(folder) == state
     assert run_command(checkpoint_main, ["verify", str(folder)]) == 0, "a script's checkpoint has no model"

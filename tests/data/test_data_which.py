@@ -189,6 +189,12 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_rejected(run, 3, "no step 3")
     check_rejected(run, 0, "no step 0")
     check_rejected(run_of(tmp_path, data, [8], first=11), 11, "continues another run")
+    state = run_of(tmp_path, data, [8], first=11) / "checkpoints/step-00000012/state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"step": 12}')
+    with pytest.raises(UserError, match="consumed is missing"):
+        main(["which", str(tmp_path / "run"), "--step", "11"])
+    state.unlink()
     check_rejected(run_of(tmp_path, data, [4, 4], steps=2, samples_consumed=16), 1, "the block size changed")
     run = run_of(tmp_path, data, [4])
     record = json.loads((run / "run.json").read_text())

@@ -18,8 +18,8 @@ import torch.distributed as torch_dist
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
-from ezpz_llm.checkpoint.state import state_members
 from ezpz_llm.dist.setup import Dist, setup
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
@@ -91,7 +91,7 @@ def same_layout(folder: Path, dist: Dist) -> dict[str, object]:
         engine = build(layout, dist, seed=2, dropout=0.1)
         train(engine, dist, 0, 1)  # loading must also overwrite state that has been stepped
         loaded = checkpoint.load(checkpoint.find(saved), engine, dist)
-        state = {**state_members(loaded.state), "rng_restored": loaded.rng_restored}
+        state = {**as_plain(loaded.state), "rng_restored": loaded.rng_restored}
         resumed = straight[:10] + train(engine, dist, 10, 20)
         result[Path(layout).stem] = {"straight": straight, "resumed": resumed, "state": state}
     return result

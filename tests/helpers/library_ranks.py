@@ -171,7 +171,7 @@ def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], tag: int) -> tuple
         if folder is not None:
             state = ezpz_llm.load_checkpoint(engine, folder)
             assert state is not None
-            assert state["mine"] == {"step": done}
+            assert (state["mine"], state["layout"]) == ({"step": done}, "the script's")
             schedule.last_epoch = done
             for group, rate in zip(optimizer.param_groups, schedule.base_lrs, strict=True):
                 group["lr"] = rate * 0.9**done
@@ -193,7 +193,7 @@ def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], tag: int) -> tuple
             assert isinstance(engine.module.seen, Tensor)
             engine.module.seen += 1
         done = end
-        folder = ezpz_llm.save_checkpoint(engine, 100 * tag + done, mine={"step": done})
+        folder = ezpz_llm.save_checkpoint(engine, 100 * tag + done, mine={"step": done}, layout="the script's")
         with torch.no_grad():
             called(kind, engine.eval(), micro_batch(kind, 0, 0)[0])
         run.models.clear()
