@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,13 @@ from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
 from ezpz_llm.base.private_folders import new_secret
+from ezpz_llm.launch.option_parsing import parse
+from ezpz_llm.launch.plan import Setting, build_plan
+from ezpz_llm.launch.staging.archive import Root
 from ezpz_llm.launch.staging.receiver import _open_sent_file, _remedy, folder_of_copy, remove_stale
 from ezpz_llm.launch.staging.relocation import path_replacer
+from ezpz_llm.launch.staging.sender import _relocate
+from ezpz_llm.launch.variables import PATH_VARIABLE
 
 # Prints where each part of this rank's environment comes from, as a line of JSON.
 WHERE = """
@@ -285,6 +291,15 @@ def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
         assert "cannot create its copy of the environment: File exists" in done.stderr
         assert "instead: start again if the folder is local to the node" in done.stderr
     assert folder.is_symlink()
+
+
+def test_the_path_that_the_shim_restores_begins_with_the_copy(tmp_path: Path) -> None:
+    path = f"{sys.prefix}/bin:/usr/bin"
+    env = {**clean_env(), "PATH": path}
+    plan = build_plan(parse(["-n", "1", "true"]), env)
+    plan = replace(plan, env={**plan.env, PATH_VARIABLE: Setting(path, "Open MPI 4")})
+    relocated = _relocate(plan, [Root(Path(sys.prefix), "env")], tmp_path, env)
+    assert relocated.env[PATH_VARIABLE].value == relocated.env["PATH"].value == f"{tmp_path}/env/bin:{path}"
 
 
 @pytest.mark.parametrize(("folder", "reason"), [("", "No such file or directory"), ("file/", "Not a directory")])

@@ -22,6 +22,7 @@ from ezpz_llm.launch.staging.image import MOUNT, UNMOUNT, make_images
 from ezpz_llm.launch.staging.receiver import folder_of_copy
 from ezpz_llm.launch.staging.relocation import path_replacer
 from ezpz_llm.launch.supervision import INTERRUPTED, run
+from ezpz_llm.launch.variables import PATH_VARIABLE
 from ezpz_llm.rundir.records import Archive as ArchiveRecord, Staging, update_record
 
 _LIMIT_S = 1800.0
@@ -176,5 +177,7 @@ def _relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[st
     if programs in path.split(os.pathsep):
         # Prepend the copy's bin and keep the original PATH, on which the launcher finds its own helpers.
         changed["PATH"] = os.pathsep.join([replace_paths(programs), path])
+        if PATH_VARIABLE in now:
+            changed[PATH_VARIABLE] = changed["PATH"]
     settings = {name: Setting(value, "--stage-env") for name, value in changed.items() if value != now.get(name)}
     return replace(plan, argv=argv, env={**plan.env, **settings})
