@@ -28,7 +28,7 @@ from ezpz_llm.rundir.records import Finding
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:
     """Run all checks of this machine. Returns findings in display order, with level `ok` for passed checks."""
-    subjects = (software.software_checks, job_checks, _machine_checks, _network_checks, software.tool_checks)
+    subjects = (software.software_checks, job_checks, _machine_checks, software.tool_checks)
     return [check for subject in subjects for check in subject(env)]
 
 
@@ -82,7 +82,6 @@ def _launcher_finding(env: Mapping[str, str], scheduler: str) -> Finding:
     return Finding("ok", "launcher", f"{choice.title} ({choice.program}; {choice.source})")
 
 
-_ALONE = RankInfo(0, 1, 0, 1, 0, "doctor")
 _MIN_FILES = 4096
 _MIN_LOCKED = 2**26
 _MAX_TMPDIR_LENGTH = 80
@@ -93,8 +92,8 @@ _REMOTE = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "pan
 
 
 def _machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings for cores, memory, limits, temporary folder and cache."""
-    facts = gather_facts(_ALONE, env)
+    """Yield the findings for cores, memory, limits, temporary folder, cache, interfaces and hostname."""
+    facts = gather_facts(RankInfo(0, 1, 0, 1, 0, "doctor"), env)
     memory, shm = facts.memory, facts.shm
     yield check_cores(facts.cores, facts.host_cores, numa_domains())
     yield check_free_space("memory", memory.free, memory.total, MIN_MEMORY_PER_RANK, "end other processes")
@@ -104,6 +103,9 @@ def _machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
                       any(path.exists() for path in _FABRICS))
     yield check_temporary_folder(tempfile.gettempdir(), file_system(Path(tempfile.gettempdir())))
     yield _check_cache(env)
+    yield Finding("ok", "interfaces", format_interfaces(list_interfaces()))
+    yield from missing_interfaces(Gathered(1, [facts]))
+    yield check_hostname(facts.host, facts.name_resolves_to)
 
 
 def check_cores(own: list[int], online: list[int], domains: Mapping[str, list[int]]) -> Finding:
@@ -185,14 +187,6 @@ def _check_cache(env: Mapping[str, str]) -> Finding:
                          (not can_write, "bad", "set EZPZ_LLM_CACHE=DIR to another folder"),
                          (free is not None and free < _MIN_CACHE, "bad", instead),
                          (free is not None and free < _GOOD_CACHE, "warn", instead))
-
-
-def _network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings for interfaces and this node's hostname."""
-    facts = gather_facts(_ALONE, env)
-    yield Finding("ok", "interfaces", format_interfaces(list_interfaces()))
-    yield from missing_interfaces(Gathered(1, [facts]))
-    yield check_hostname(facts.host, facts.name_resolves_to)
 
 
 def check_hostname(name: str, address: str | None) -> Finding:

@@ -83,7 +83,7 @@ def _node_table(gathered: Gathered) -> str:
 def _row(host: str, ranks: Sequence[Facts], link: float | None, used: str | None) -> tuple[str, ...]:
     route, cores = ranks[0].route, {fold_numbers(facts.cores) for facts in ranks}
     flops = [answer.flops_per_second for facts in ranks if (answer := find_answer(facts.stages, Compute))]
-    rates = [reply.bytes_per_second for facts in ranks if isinstance(reply := facts.stages.get(NODE), Reduction)]
+    rates = [rate.bytes_per_second for facts in ranks if isinstance(rate := facts.stages.get(NODE), Reduction)]
     compute, node = (statistics.median(values) if values else None for values in (flops, rates))
     return (host, fold_numbers(facts.rank for facts in ranks), _device(ranks),
             cores.pop() if len(cores) == 1 else f"{len(ranks[0].cores)} each",
@@ -115,21 +115,20 @@ def _common_facts(gathered: Gathered) -> str:
 def write_report(run_dir: RunDir, report: Report) -> None:
     """Write preflight.json with the verdict, the findings, and the facts; facts of most ranks are stored once."""
     gathered = report.gathered
-    common, per_rank = split_common_facts(as_plain(gathered.facts))
+    common, per_rank = split_common_members(as_plain(gathered.facts))
     write_json(report_path(run_dir), without_secrets(as_plain(_PreflightReport(
         fit=is_fit(report.findings), findings=list(report.findings), seconds=round(report.seconds, 3),
         world_size=gathered.world_size, unreached=list(gathered.unreached), common=common, ranks=per_rank)),
         os.environ))
 
 
-def split_common_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the facts that most ranks share, and each rank's differing facts (None if the rank lacks them)."""
+def split_common_members(objects: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the members that most JSON objects share, and each object's differing members (None if missing)."""
     common = {}
-    for name in dict.fromkeys(name for rank_facts in facts for name in rank_facts):
-        values = [rank_facts[name] for rank_facts in facts if name in rank_facts]
-        counts = Counter(repr(value) for value in values)
-        usual, count = counts.most_common(1)[0]
-        if count > len(facts) / 2 and len(facts) > 1:
-            common[name] = next(value for value in values if repr(value) == usual)
-    return common, [{name: rank_facts.get(name) for name in dict.fromkeys((*rank_facts, *common))
-                     if name not in common or rank_facts.get(name) != common[name]} for rank_facts in facts]
+    for name in dict.fromkeys(name for members in objects for name in members):
+        values = {repr(members[name]): members[name] for members in objects if name in members}
+        usual, count = Counter(repr(members[name]) for members in objects if name in members).most_common(1)[0]
+        if count > len(objects) / 2 and len(objects) > 1:
+            common[name] = values[usual]
+    return common, [{name: members.get(name) for name in dict.fromkeys((*members, *common))
+                     if name not in common or members.get(name) != common[name]} for members in objects]

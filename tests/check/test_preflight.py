@@ -15,7 +15,7 @@ from ezpz_llm.base.records import as_record
 from ezpz_llm.check.coordinator import link_groups, node_groups, ring_rounds
 from ezpz_llm.check.facts import ConnectedRank, Facts, Network
 from ezpz_llm.check.node_facts import network_family, read_network
-from ezpz_llm.check.report import Report, as_text, split_common_facts
+from ezpz_llm.check.report import Report, as_text, split_common_members
 from ezpz_llm.check.rules import Gathered, apply_rules
 from ezpz_llm.check.rules.gathered import Unreached, format_rate, node_ranges
 from ezpz_llm.check.rules.network import link_rates, outliers
@@ -370,10 +370,10 @@ def test_the_report_has_bad_findings_first_with_remedies() -> None:
 
 
 def test_the_report_file_has_common_facts_once() -> None:
-    common, own = split_common_facts([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
+    common, own = split_common_members([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
     assert common == {"a": 1}
     assert own == [{"b": 1}, {"b": 2}, {}]
-    common, own = split_common_facts([{"a": 1}, {"a": 1}, {"a": 1}, {}])
+    common, own = split_common_members([{"a": 1}, {"a": 1}, {"a": 1}, {}])
     assert (common, own[3]) == ({"a": 1}, {"a": None})
 
 
