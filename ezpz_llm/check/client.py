@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, read_json
 from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.check.endpoint import Endpoint, candidate_ports
 from ezpz_llm.check.measuring_process import MeasuringProcess
 from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
-from ezpz_llm.check.node_facts import environment_facts, network_facts, node_facts, versions
+from ezpz_llm.check.node_facts import gather_facts, route_to
 from ezpz_llm.check.report import report_path
 from ezpz_llm.check.rules.gathered import NETWORK, Unreached
+from ezpz_llm.launch.addresses import resolve
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -28,16 +28,6 @@ _CONNECT_TIMEOUT_S = 2.0
 _REPORT_UNREACHED_AFTER_S = 8.0
 _UNREACHED = "unreached-*.json"
 _MAX_BYTES = 1 << 16
-
-
-def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return all facts of this rank that do not need torch."""
-    return {
-        "rank": info.rank, "world_size": info.world_size, "local_rank": info.local_rank,
-        "local_size": info.local_size, "node_rank": info.node_rank, "rank_source": info.source,
-        "rank_notes": list(info.notes), **node_facts(), **network_facts(env), **environment_facts(env),
-        "versions": versions(),
-    }
 
 
 def connect(endpoint: Endpoint, info: RankInfo, folder: Path | None,
@@ -85,13 +75,12 @@ def _try_ports(endpoint: Endpoint) -> Connection | str:
 def _report_unreached(folder: Path, endpoint: Endpoint, info: RankInfo, reason: str) -> None:
     host = socket.gethostname()
     path = folder / _UNREACHED.replace("*", re.sub(r"[^A-Za-z0-9_.-]", "_", host))
-    facts = network_facts({"MASTER_ADDR": endpoint.address})
     with contextlib.suppress(OSError):
         if not path.exists():
             write_json(path, as_plain(Unreached(
                 rank=info.rank, host=host, reason=reason, address=endpoint.address, port=endpoint.port,
-                ranks_there=info.local_size, resolves_to=facts["master"]["resolves_to"],
-                interface=facts["route"]["interface"])))
+                ranks_there=info.local_size, resolves_to=resolve(endpoint.address),
+                interface=route_to(endpoint.address).interface)))
 
 
 def unreached_files(folder: Path) -> list[Path]:
@@ -130,15 +119,15 @@ def _serve_requests(connection: Connection, info: RankInfo, env: Mapping[str, st
     def reply_to(request: Request) -> None:
         """Reply to a request from rank 0 with facts, the time, the network, or a measurement."""
         if request.stage == FACTS:
-            answer: dict[str, Any] = gather_facts(info, env)
+            reply = Reply(FACTS, facts=gather_facts(info, env))
         elif request.stage == CLOCK:
-            answer = {"time": time.time()}
+            reply = Reply(CLOCK, time=time.time())
         elif request.stage == NETWORK:
-            answer = measuring.network()
+            reply = Reply(NETWORK, measuring.network())
         else:
-            answer = measuring.measure(request)
+            reply = measuring.measure(request)
         with send_lock, contextlib.suppress(OSError):
-            send(connection, Reply(request.stage, answer))
+            send(connection, reply)
 
     def reply_in_thread(request: Request) -> None:
         """Reply in a new thread, since a stage may hang while rank 0 is already requesting the next."""

@@ -9,17 +9,18 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from msgspec.structs import replace
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
 from ezpz_llm.check.client import connect_and_serve, read_unreached, unreached_files
 from ezpz_llm.check.endpoint import Endpoint
+from ezpz_llm.check.facts import ConnectedRank, Ready, StoreLocation, find_answer
 from ezpz_llm.check.findings import is_fit
-from ezpz_llm.check.messages import CLOCK, FACTS, Request
+from ezpz_llm.check.messages import CLOCK, Request
 from ezpz_llm.check.report import Report, as_text, report_path, write_report
 from ezpz_llm.check.rules import Gathered, apply_rules
 from ezpz_llm.check.rules.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
-from ezpz_llm.check.rules.nodes import LOST, STUCK
 from ezpz_llm.check.server import Member, PreflightServer
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
@@ -85,7 +86,7 @@ class _Coordinator:
         # torchrun's agent holds the port by design. On one node under launch, ranks do not use it.
         on_node = run_secret(self.env) is not None and is_loopback(self.env.get("MASTER_ADDR", ""))
         port_error = None if on_node or self.info.source.startswith("torchrun") else server.port_error
-        return Gathered(self.info.world_size, [_facts(member) for member in ordered],
+        return Gathered(self.info.world_size, [_rank_of(member) for member in ordered],
                         _planned_nodes(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
                         port_error, _site_network(self.env), waited_s)
 
@@ -104,26 +105,27 @@ class _Coordinator:
 
     def _measure(self, members: Sequence[Member]) -> None:
         ask = self.server.ask
-        reporting = [member for member in members if FACTS in member.replies]
+        reporting = [member for member in members if member.facts]
         ask({member: Request(READY, serve=member.rank == 0) for member in reporting}, self._by(_READY))
         one_per_node = {member.host: member for member in reversed(reporting)}.values()
         ask(dict.fromkeys(one_per_node, Request(CLOCK)), self._by(_MEASURED, _CLOCKS_S))
         ask(dict.fromkeys(_ready_members(reporting), Request(COMPUTE)), self._by(_MEASURED, _COMPUTE_S))
         first = next((member for member in reporting if member.rank == 0), None)
-        store = first.replies.get(READY, {}).get("store") if first else None
-        if store is not None:
-            self._reduce(reporting, store)
+        ready = find_answer(first.stages, Ready) if first else None
+        if ready and ready.store is not None:
+            self._reduce(reporting, ready.store)
         ask(dict.fromkeys(reporting, Request(NETWORK)), self._by(_MPI, _NETWORK_S))
         # Starting MPI is collective: it would hang if a rank is missing. torchrun's ranks are not MPI ranks.
         able = _ready_members(reporting)
         if len(able) == self.info.world_size > 1 and not self.info.source.startswith("torchrun"):
             ask(dict.fromkeys(able, Request(MPI)), self._by(_MPI))
 
-    def _reduce(self, members: Sequence[Member], store: str | tuple[str, int]) -> None:
+    def _reduce(self, members: Sequence[Member], store: StoreLocation) -> None:
         stages = [(NODE, node_groups(_ranks_and_hosts(_ready_members(members))))]
         links = link_groups(_ranks_and_hosts(_ready_members(members)))
         stages += [(f"{LINK} {number}", groups) for number, groups in enumerate(links)]
-        on_devices = any(member.replies[READY]["device"]["kind"] != "cpu" for member in _ready_members(members))
+        on_devices = any(ready.device.kind != "cpu" for member in _ready_members(members)
+                         if (ready := find_answer(member.stages, Ready)))
         for number, (stage, groups) in enumerate(stages):
             able = {member.rank: member for member in _ready_members(members)}
             requests = {able[rank]: Request(stage, group=f" {group[0]}", index=index, size=len(group), store=store)
@@ -133,23 +135,17 @@ class _Coordinator:
             self.server.ask(requests, self._by(_MEASURED, within_s))
 
 
-def _facts(member: Member) -> dict[str, Any]:
-    """Return a rank's facts, its replies by stage, and the stage in which it disconnected or hangs."""
-    stages = {stage: answer for stage, answer in member.replies.items() if stage not in (CLOCK, FACTS)}
-    facts = {"rank": member.rank, "host": member.host, **member.replies.get(FACTS, {}), "stages": stages}
-    if member.clock is not None:
-        facts["clock"] = list(member.clock)
-    if member.lost_in is not None:
-        facts[LOST] = member.lost_in
-    elif member.stuck_in is not None:
-        facts[STUCK] = member.stuck_in
-    return facts
+def _rank_of(member: Member) -> ConnectedRank:
+    """Return a rank's facts, its measurements, and the stage in which it disconnected or hangs."""
+    return replace(member.facts or ConnectedRank(rank=member.rank, host=member.host, stages={}),
+                   stages=member.stages, clock=member.clock, lost_in=member.lost_in,
+                   stuck_in=member.stuck_in if member.lost_in is None else None)
 
 
 def _ready_members(members: Sequence[Member]) -> list[Member]:
     """Return the members that can measure: connected, with a device, and not busy with an earlier request."""
     return [member for member in members if member.lost_in is None and member.stuck_in is None
-            and "error" not in member.replies.get(READY, {"error": ""})]
+            and find_answer(member.stages, Ready)]
 
 
 def _ranks_and_hosts(members: Sequence[Member]) -> list[tuple[int, str]]:

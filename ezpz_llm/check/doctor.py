@@ -13,13 +13,14 @@ from pathlib import Path
 from ezpz_llm.base import UserError, cache_dir, count_noun
 from ezpz_llm.check import software
 from ezpz_llm.check.findings import first_problem
-from ezpz_llm.check.node_facts import file_system_space, network_facts, node_facts, numa_domains
+from ezpz_llm.check.node_facts import file_system_space, gather_facts, numa_domains
 from ezpz_llm.check.rules.gathered import Gathered, format_bytes
 from ezpz_llm.check.rules.network import missing_interfaces
 from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
 from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces
 from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.hostlist import fold_numbers
+from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import find_allocation, local, schedulers
 from ezpz_llm.launch.sites import find_site
 from ezpz_llm.rundir.records import Finding
@@ -27,7 +28,7 @@ from ezpz_llm.rundir.records import Finding
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:
     """Run all checks of this machine. Returns findings in display order, with level `ok` for passed checks."""
-    subjects = (software.software_checks, job_checks, _machine_checks, _network_checks, software.tool_checks)
+    subjects = (software.software_checks, job_checks, _machine_checks, software.tool_checks)
     return [check for subject in subjects for check in subject(env)]
 
 
@@ -91,17 +92,20 @@ _REMOTE = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "pan
 
 
 def _machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings for cores, memory, limits, temporary folder and cache."""
-    facts = node_facts()
-    yield check_cores(facts["cores"], facts["host_cores"], numa_domains())
-    memory = facts["memory"]
-    yield check_free_space("memory", memory["free"], memory["total"], MIN_MEMORY_PER_RANK, "end other processes")
-    yield check_free_space("/dev/shm", facts["shm"]["free"], facts["shm"]["total"], MIN_SHARED_MEMORY,
+    """Yield the findings for cores, memory, limits, temporary folder, cache, interfaces and hostname."""
+    facts = gather_facts(RankInfo(0, 1, 0, 1, 0, "doctor"), env)
+    memory, shm = facts.memory, facts.shm
+    yield check_cores(facts.cores, facts.host_cores, numa_domains())
+    yield check_free_space("memory", memory.free, memory.total, MIN_MEMORY_PER_RANK, "end other processes")
+    yield check_free_space("/dev/shm", shm.free, shm.total, MIN_SHARED_MEMORY,
                            "SIGBUS kills data loaders and NCCL; docker --shm-size=8g or mount -o remount,size=…")
     yield from check_limits(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK),
                       any(path.exists() for path in _FABRICS))
     yield check_temporary_folder(tempfile.gettempdir(), file_system(Path(tempfile.gettempdir())))
     yield _check_cache(env)
+    yield Finding("ok", "interfaces", format_interfaces(list_interfaces()))
+    yield from missing_interfaces(Gathered(1, [facts]))
+    yield check_hostname(facts.host, facts.name_resolves_to)
 
 
 def check_cores(own: list[int], online: list[int], domains: Mapping[str, list[int]]) -> Finding:
@@ -149,14 +153,14 @@ def _limit(value: int) -> str:
 def check_temporary_folder(folder: str, kind: str) -> Finding:
     """Check that the temporary folder is on a local disk with free space and has a short path."""
     space = file_system_space(Path(folder))
-    free, total = format_bytes(space["free"]), format_bytes(space["total"])
+    free, total = format_bytes(space.free), format_bytes(space.total)
     text = f"{folder}, {kind or 'unknown file system'}, {free} of {total} free"
     return first_problem(
         "temporary", text,
         (len(folder) > _MAX_TMPDIR_LENGTH, "warn",
          "set a shorter TMPDIR, or sockets below it fail with 'path too long'"),
         (kind in _REMOTE, "warn", "set TMPDIR to a local disk of the node or to memory: /tmp, /dev/shm"),
-        (space["free"] is not None and space["free"] < MIN_TEMPORARY_SPACE, "warn",
+        (space.free is not None and space.free < MIN_TEMPORARY_SPACE, "warn",
          "free space there, or set TMPDIR"))
 
 
@@ -176,22 +180,13 @@ def _check_cache(env: Mapping[str, str]) -> Finding:
     """Check that the cache is writable and has free space."""
     folder = cache_dir(env)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    space = file_system_space(existing)
-    text = f"{folder}, {file_system(existing) or 'unknown file system'}, {format_bytes(space['free'])} free"
-    free, can_write = space["free"], os.access(existing, os.W_OK)
+    free, can_write = file_system_space(existing).free, os.access(existing, os.W_OK)
+    text = f"{folder}, {file_system(existing) or 'unknown file system'}, {format_bytes(free)} free"
     instead = "free space, or set EZPZ_LLM_CACHE=DIR: it holds environments, token shards and built ops"
     return first_problem("cache", text + ", not writable" * (not can_write),
                          (not can_write, "bad", "set EZPZ_LLM_CACHE=DIR to another folder"),
                          (free is not None and free < _MIN_CACHE, "bad", instead),
                          (free is not None and free < _GOOD_CACHE, "warn", instead))
-
-
-def _network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings for interfaces and this node's hostname."""
-    facts = {"rank": 0, **node_facts(), **network_facts(env)}
-    yield Finding("ok", "interfaces", format_interfaces(list_interfaces()))
-    yield from missing_interfaces(Gathered(1, [facts]))
-    yield check_hostname(facts["host"], facts["name_resolves_to"])
 
 
 def check_hostname(name: str, address: str | None) -> Finding:

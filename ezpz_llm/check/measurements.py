@@ -8,12 +8,14 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
+from ezpz_llm.check.facts import Compute, Device, Measurement, Mpi, Ready, Reduction, StoreLocation
 from ezpz_llm.check.messages import Request
 from ezpz_llm.check.node_facts import addresses, first_line, used_interfaces
 from ezpz_llm.dist.backends import DEVICES
@@ -43,24 +45,23 @@ class Worker:
         self._in_group = False
         self._stuck_group: str | None = None
 
-    def measure(self, request: Request) -> dict[str, Any]:
+    def measure(self, request: Request) -> Measurement:
         """Return the result of the stage that the request names."""
-        stages = {"ready": self._ready, "compute": self._compute, "reduce": self._reduce, "mpi": self._mpi}
+        stages: dict[str, Callable[[Request], Measurement]] = {
+            "ready": self._ready, "compute": self._compute, "reduce": self._reduce, "mpi": self._mpi}
         return stages[request.stage.partition(" ")[0]](request)
 
-    def _ready(self, request: Request) -> dict[str, Any]:
+    def _ready(self, request: Request) -> Ready:
         """Return facts of the device and, on rank 0, create the store for all ranks."""
-        facts = {"kind": self._device.type, "identity": device_identity(self._device)}
+        device = Device(self._device.type, device_identity(self._device))
         if DEVICES[self._device.type].own:
             module = torch.get_device_module(self._device)
-            facts["name"] = module.get_device_name(self._device)
             # Older torch lacks mem_get_info for Intel GPUs.
-            if hasattr(module, "mem_get_info"):
-                facts["free"], facts["total"] = module.mem_get_info(self._device)
-        answer = {"device": facts, "torch": torch.__version__}
-        return answer | {"store": self._create_store()} if request.serve else answer
+            free, total = (module.mem_get_info(self._device) if hasattr(module, "mem_get_info") else (None, None))
+            device = Device(device.kind, device.identity, module.get_device_name(self._device), free, total)
+        return Ready(device, str(torch.__version__), self._create_store() if request.serve else None)
 
-    def _create_store(self) -> str | tuple[str, int]:
+    def _create_store(self) -> StoreLocation:
         """Create the store and return its location.
 
         The location is a file if all ranks are on this node, else an address and a port.
@@ -77,13 +78,13 @@ class Worker:
                                master_listen_fd=listener.detach())
         return master, self._store_port
 
-    def _join_store(self, location: str | tuple[str, int]) -> Store:
+    def _join_store(self, location: StoreLocation) -> Store:
         if isinstance(location, str):
             return FileStore(location)
         address, self._store_port = location
         return TCPStore(address, self._store_port, None, False, _GROUP_TIMEOUT)
 
-    def _compute(self, request: Request) -> dict[str, Any]:
+    def _compute(self, request: Request) -> Compute:
         """Measure FLOP/s of a small matmul, the best of several windows.
 
         A window contains many matmuls: a single one runs at full speed even if another process uses every second
@@ -105,9 +106,9 @@ class Worker:
                     count += 1
                 synchronize(self._device)
             best = max(best, count * 2 * size**3 / elapsed)
-        return {"flops_per_second": best}
+        return Compute(best)
 
-    def _reduce(self, request: Request) -> dict[str, Any]:
+    def _reduce(self, request: Request) -> Reduction:
         """Measure the bus bandwidth of an all-reduce in the requested group, the best of several repeats.
 
         Each group is a separate world that is created and destroyed here, so that it does not depend on ranks
@@ -133,7 +134,7 @@ class Worker:
         for _ in range(min(_MAX_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
             best = min(best, self._timed_reduce(values))
         bus = 2 * (request.size - 1) / request.size
-        answer = {"bytes_per_second": bus * size / best, **self._interface()}
+        answer = Reduction(bus * size / best, self._interfaces())
         torch_dist.destroy_process_group()
         self._in_group = False
         return answer
@@ -164,21 +165,21 @@ class Worker:
         synchronize(self._device)
         return time.perf_counter() - began
 
-    def _interface(self) -> dict[str, Any]:
+    def _interfaces(self) -> list[str]:
         """Return the interfaces of gloo's open connections, because gloo does not report them."""
         if self._device.type != "cpu":
-            return {}
-        return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
+            return []
+        return used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))
 
-    def _mpi(self, request: Request) -> dict[str, Any]:
+    def _mpi(self, request: Request) -> Mpi:
         """Return rank, world size, and library of MPI.
 
         This is the last request, because an incompatible library aborts the process.
         """
         from mpi4py import MPI
 
-        answer = {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
-                  "library": first_line(MPI.Get_library_version())}
+        answer = Mpi(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(),
+                     first_line(MPI.Get_library_version()) or "")
         # mpi4py finalizes MPI only if mpi4py has initialized it, but oneCCL may have done so before.
         MPI.Finalize()
         return answer

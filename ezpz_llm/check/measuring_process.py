@@ -15,9 +15,10 @@ import threading
 from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from ezpz_llm.base import UserError
+from ezpz_llm.check.facts import Failed, Measurement, Network
 from ezpz_llm.check.messages import END, Reply, Request, receive, send
 from ezpz_llm.check.node_facts import first_line, is_about_network, read_network
 from ezpz_llm.check.rules.gathered import MPI
@@ -44,23 +45,24 @@ class MeasuringProcess:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def measure(self, request: Request) -> dict[str, Any]:
+    def measure(self, request: Request) -> Reply:
         """Return the process's reply to a request, or an error that says how the process ended."""
         try:
             send(self._connection, request)
-            answer = receive(self._connection, Reply).answer
+            reply = receive(self._connection, Reply)
         except (EOFError, OSError, UserError):
             self._listener.join(1.0)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
-            return {"error": f"the measuring process {_describe_exit(self._process.returncode)}: "
-                             f"{' | '.join(self._last) or 'it printed nothing'}"}
+            return Reply(request.stage, Failed(
+                f"the measuring process {_describe_exit(self._process.returncode)}: "
+                f"{' | '.join(self._last) or 'it printed nothing'}"))
         if request.stage == MPI:
             # MPICH's launcher treats this rank as failed if it exits before the process that started MPI.
             self._process.wait()
-        return answer
+        return reply
 
-    def network(self) -> dict[str, str]:
+    def network(self) -> Network:
         """Return the network that the communication library chose, from its log."""
         return read_network(self._network)
 
@@ -106,9 +108,9 @@ def main() -> None:
                 from ezpz_llm.check.measurements import Worker
 
                 worker = Worker()
-            answer = worker.measure(request)
+            answer: Measurement = worker.measure(request)
         except Exception as error:  # the error is the result of the check
-            answer, failed = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}, True
+            answer, failed = Failed(f"{type(error).__name__}: {first_line(str(error)) or ''}"), True
         send(connection, Reply(request.stage, answer))
         if worker is not None and failed:
             worker.leave_failed_group(request)

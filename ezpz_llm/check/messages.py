@@ -12,12 +12,13 @@ import socket
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 
 from ezpz_llm.base import parse_json
 from ezpz_llm.base.records import Ranks, Whole, as_plain, as_record
+from ezpz_llm.check.facts import Facts, Measurement, StoreLocation
 
 AUTHENTICATE_S = 2.0
 """Time for the peer of a new connection to authenticate."""
@@ -49,14 +50,16 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     group: str = ""
     index: Whole = 0
     size: Ranks = 1
-    store: str | tuple[str, int] = ""
+    store: StoreLocation = ""
 
 
-class Reply(Struct, frozen=True, forbid_unknown_fields=True):
-    """Facts or measurements of a rank for a stage, or `error` with the reason why there are none."""
+class Reply(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Reply of a rank for a stage: its facts, its Unix time, or a measurement."""
 
     stage: str
-    answer: dict[str, Any]
+    answer: Measurement | None = None
+    facts: Facts | None = None
+    time: float = 0.0
 
 
 Message = TypeVar("Message", Introduction, Request, Reply)

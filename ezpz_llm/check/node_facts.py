@@ -1,4 +1,4 @@
-"""Facts of this process and its node as JSON values (does not import torch).
+"""Facts of this process and its node (does not import torch).
 
 Cores, memory, disks, versions, environment variables, interfaces, routes, and the network that NCCL or oneCCL
 chose.
@@ -18,43 +18,49 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from ezpz_llm.base import installed, system_text
+from ezpz_llm.check.facts import Devices, Facts, Master, Network, Route, Space
 from ezpz_llm.launch.addresses import address_towards, resolve
 from ezpz_llm.launch.devices import MASKS, visible_devices
 from ezpz_llm.launch.hostlist import expand_numbers
+from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import redact
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ONLINE = Path("/sys/devices/system/cpu/online")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
+_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
 
 
-def node_facts() -> dict[str, Any]:
-    """Return hostname, boot id, cores of this process and of the node, and memory and disk space in bytes."""
-    return {
-        "host": socket.gethostname(),
-        "boot_id": system_text(_BOOT_ID).strip(),
-        "pid": os.getpid(),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "host_cores": _cores_in(_ONLINE),
-        "memory": memory(),
-        "shm": file_system_space(_SHARED_MEMORY),
-        "tmp": file_system_space(Path(tempfile.gettempdir())),
-    }
+def gather_facts(info: RankInfo, env: Mapping[str, str]) -> Facts:
+    """Return all facts of this rank that do not need torch, with secrets in its environment redacted."""
+    host, master, devices = socket.gethostname(), env.get("MASTER_ADDR"), visible_devices(env)
+    return Facts(
+        rank=info.rank, world_size=info.world_size, local_rank=info.local_rank, local_size=info.local_size,
+        node_rank=info.node_rank, rank_source=info.source, rank_notes=list(info.notes), host=host,
+        boot_id=system_text(_BOOT_ID).strip(), pid=os.getpid(), cores=sorted(os.sched_getaffinity(0)),
+        host_cores=_cores_in(_ONLINE), memory=memory(), shm=file_system_space(_SHARED_MEMORY),
+        tmp=file_system_space(Path(tempfile.gettempdir())), interfaces=addresses(),
+        named_interfaces={name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)},
+        name_resolves_to=resolve(host),
+        master=Master(master, env.get("MASTER_PORT"), resolve(master)) if master else None,
+        route=route_to(master) if master else None, environment=_environment(env),
+        masks={name: env[name] for name in (*MASKS, "ONEAPI_DEVICE_SELECTOR") if name in env},
+        devices=Devices(list(devices.ids), devices.source, len(visible_devices({}).ids)), versions=versions(),
+        stages={})
 
 
-def memory() -> dict[str, int]:
-    """Return `total` and `free` bytes of memory (available without swapping), of the node or a smaller cgroup."""
+def memory() -> Space:
+    """Return the memory of the node, or of this process's cgroup if that is smaller."""
     node = psutil.virtual_memory()
     limit, used = _cgroup_memory()
     if limit is None or limit >= node.total:
-        return {"total": node.total, "free": node.available}
-    return {"total": limit, "free": min(node.available, max(0, limit - used))}
+        return Space(node.total, node.available)
+    return Space(limit, min(node.available, max(0, limit - used)))
 
 
 def _cgroup_memory() -> tuple[int | None, int]:
@@ -68,13 +74,13 @@ def _cgroup_memory() -> tuple[int | None, int]:
     return int(limit), max(0, int(used) - int(cached[1] if cached else 0))
 
 
-def file_system_space(folder: Path) -> dict[str, Any]:
-    """Return the total and free bytes of `folder`'s file system, or None for both if `folder` does not exist."""
+def file_system_space(folder: Path) -> Space:
+    """Return the total and free bytes of `folder`'s file system."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
-        return {"path": str(folder), "total": None, "free": None}
-    return {"path": str(folder), "total": usage.total, "free": usage.free}
+        return Space(None, None, str(folder))
+    return Space(usage.total, usage.free, str(folder))
 
 
 def numa_domains() -> dict[str, list[int]]:
@@ -94,20 +100,10 @@ _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS", "MKL
 _PREFIXES = ("NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "MPICH_", "TORCH_NCCL_", "PYTORCH_")
 
 
-def environment_facts(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return facts from the environment, with secrets redacted.
-
-    `environment` holds variables that should be the same on all nodes, and `masks` the device masks, which differ
-    between ranks. `devices` holds the accelerators that are visible according to the mask or the driver, and
-    `installed`, their number according to the driver alone.
-    """
-    devices = visible_devices(env)
-    return {
-        "environment": redact({name: env[name] for name in sorted(env)
-                               if name in _NAMES or name.startswith(_PREFIXES)}),
-        "masks": {name: env[name] for name in (*MASKS, "ONEAPI_DEVICE_SELECTOR") if name in env},
-        "devices": {"ids": list(devices.ids), "source": devices.source, "installed": len(visible_devices({}).ids)},
-    }
+def _environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that should be the same on all nodes, with secrets redacted."""
+    names = (name for name in sorted(env) if name in _NAMES or name.startswith(_PREFIXES))
+    return {name: redact(env[name], name) for name in names}
 
 
 PACKAGES = ("deepspeed", "numpy", "mpi4py", "ezpz_llm")
@@ -179,22 +175,10 @@ def first_line(text: str) -> str | None:
     return next((" ".join(line.split()) for line in text.splitlines() if line.strip()), None)
 
 
-_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
-
-
-def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the interfaces and their addresses, the interfaces named in `env`, and the route to MASTER_ADDR."""
-    interfaces = addresses()
-    facts: dict[str, Any] = {
-        "interfaces": interfaces,
-        "named_interfaces": {name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)},
-        "name_resolves_to": resolve(socket.gethostname()),
-    }
-    if master := env.get("MASTER_ADDR"):
-        address = address_towards(master)
-        facts["master"] = {"address": master, "port": env.get("MASTER_PORT"), "resolves_to": resolve(master)}
-        facts["route"] = {"interface": _interface_of(address, interfaces), "address": address}
-    return facts
+def route_to(master: str) -> Route:
+    """Return the route from this node to MASTER_ADDR."""
+    address = address_towards(master)
+    return Route(_interface_of(address, addresses()), address)
 
 
 def addresses() -> dict[str, list[str]]:
@@ -231,17 +215,14 @@ def is_about_network(line: str) -> bool:
     return bool(_ABOUT.search(line))
 
 
-def read_network(lines: Sequence[str]) -> dict[str, str]:
-    """Parse `library`, `network` and, if logged, `provider` and `interface`; empty if nothing is logged.
-
-    `network` is `mpi` for oneCCL over MPI, which does not know the network that MPI uses.
-    """
+def read_network(lines: Sequence[str]) -> Network:
+    """Return the network in the log of a communication library."""
     nccl = _matches(_NCCL, [line for line in lines if "NCCL" in line])
     if "network" in nccl:
-        return {"library": "NCCL", **nccl}
+        return Network("NCCL", **nccl)
     oneccl = _matches(_ONECCL, [line for line in lines if "CCL_" in line])
     network = oneccl.get("provider") or oneccl.get("transport")
-    return {"library": "oneCCL", "network": network, **oneccl} if network else {}
+    return Network("oneCCL", network, **oneccl) if network else Network()
 
 
 def _matches(patterns: dict[str, re.Pattern[str]], lines: Sequence[str]) -> dict[str, str]:

@@ -14,19 +14,14 @@ from msgspec import Struct
 
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.records import as_plain
+from ezpz_llm.check.facts import Compute, Facts, Mpi, Network, Reduction, find_answer
 from ezpz_llm.check.findings import findings_text, is_fit, verdict
 from ezpz_llm.check.rules import Gathered
 from ezpz_llm.check.rules.gathered import (
-    COMPUTE,
-    MPI,
-    NETWORK,
     NODE,
-    READY,
-    Facts,
     Unreached,
     format_bytes,
     format_rate,
-    stage_answer,
 )
 from ezpz_llm.check.rules.network import link_rates, used_interfaces
 from ezpz_llm.launch.hostlist import fold_numbers
@@ -86,25 +81,20 @@ def _node_table(gathered: Gathered) -> str:
 
 
 def _row(host: str, ranks: Sequence[Facts], link: float | None, used: str | None) -> tuple[str, ...]:
-    route = ranks[0].get("route", {})
-    compute, node = _median(ranks, COMPUTE, "flops_per_second"), _median(ranks, NODE, "bytes_per_second")
-    cores = {fold_numbers(facts["cores"]) for facts in ranks}
-    return (host, fold_numbers(facts["rank"] for facts in ranks), _device(ranks),
-            cores.pop() if len(cores) == 1 else f"{len(ranks[0]['cores'])} each",
-            format_bytes(ranks[0]["memory"]["free"]), used or route.get("interface") or "-",
+    route, cores = ranks[0].route, {fold_numbers(facts.cores) for facts in ranks}
+    flops = [answer.flops_per_second for facts in ranks if (answer := find_answer(facts.stages, Compute))]
+    rates = [rate.bytes_per_second for facts in ranks if isinstance(rate := facts.stages.get(NODE), Reduction)]
+    compute, node = (statistics.median(values) if values else None for values in (flops, rates))
+    return (host, fold_numbers(facts.rank for facts in ranks), _device(ranks),
+            cores.pop() if len(cores) == 1 else f"{len(ranks[0].cores)} each",
+            format_bytes(ranks[0].memory.free), used or (route and route.interface) or "-",
             format_rate(compute, "FLOP/s") if compute else "-", format_rate(node, "B/s") if node else "-",
             format_rate(link, "B/s") if link else "-")
 
 
 def _device(ranks: Sequence[Facts]) -> str:
-    devices = [stage_answer(facts, READY).get("device") for facts in ranks]
-    names = [device.get("name", device["kind"]) if device else "?" for device in devices]
+    names = [device.name or device.kind if (device := facts.device) else "?" for facts in ranks]
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
-
-
-def _median(ranks: Sequence[Facts], stage: str, key: str) -> float | None:
-    values = [answer[key] for facts in ranks if key in (answer := stage_answer(facts, stage))]
-    return statistics.median(values) if values else None
 
 
 def _common_facts(gathered: Gathered) -> str:
@@ -112,35 +102,33 @@ def _common_facts(gathered: Gathered) -> str:
     if not gathered.reporting:
         return ""
     first = gathered.reporting[0]
-    stages = first.get("stages", {})
-    lines = ["versions  " + ", ".join(f"{name} {version}" for name, version in first["versions"].items())]
-    if "library" in stages.get(MPI, {}):
-        lines.append(f"MPI       {stages[MPI]['library']}")
-    if network := stages.get(NETWORK, {}).get("network"):
-        lines.append(f"network   {stages[NETWORK]['library']} over {network}")
-    if master := first.get("master"):
-        lines.append(f"rendezvous MASTER_ADDR {master['address']}:{master['port']}")
+    lines = ["versions  " + ", ".join(f"{name} {version}" for name, version in first.versions.items())]
+    if mpi := find_answer(first.stages, Mpi):
+        lines.append(f"MPI       {mpi.library}")
+    if (network := find_answer(first.stages, Network)) and network.network:
+        lines.append(f"network   {network.library} over {network.network}")
+    if first.master:
+        lines.append(f"rendezvous MASTER_ADDR {first.master.address}:{first.master.port}")
     return "\n".join(lines) + "\n"
 
 
 def write_report(run_dir: RunDir, report: Report) -> None:
     """Write preflight.json with the verdict, the findings, and the facts; facts of most ranks are stored once."""
     gathered = report.gathered
-    common, per_rank = split_common_facts(gathered.facts)
+    common, per_rank = split_common_members(as_plain(gathered.facts))
     write_json(report_path(run_dir), without_secrets(as_plain(_PreflightReport(
         fit=is_fit(report.findings), findings=list(report.findings), seconds=round(report.seconds, 3),
         world_size=gathered.world_size, unreached=list(gathered.unreached), common=common, ranks=per_rank)),
         os.environ))
 
 
-def split_common_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the facts that most ranks share, and each rank's differing facts (None if the rank lacks them)."""
+def split_common_members(objects: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the members that most JSON objects share, and each object's differing members (None if missing)."""
     common = {}
-    for name in dict.fromkeys(name for rank_facts in facts for name in rank_facts):
-        values = [rank_facts[name] for rank_facts in facts if name in rank_facts]
-        counts = Counter(repr(value) for value in values)
-        usual, count = counts.most_common(1)[0]
-        if count > len(facts) / 2 and len(facts) > 1:
-            common[name] = next(value for value in values if repr(value) == usual)
-    return common, [{name: rank_facts.get(name) for name in dict.fromkeys((*rank_facts, *common))
-                     if name not in common or rank_facts.get(name) != common[name]} for rank_facts in facts]
+    for name in dict.fromkeys(name for members in objects for name in members):
+        values = {repr(members[name]): members[name] for members in objects if name in members}
+        usual, count = Counter(repr(members[name]) for members in objects if name in members).most_common(1)[0]
+        if count > len(objects) / 2 and len(objects) > 1:
+            common[name] = values[usual]
+    return common, [{name: members.get(name) for name in dict.fromkeys((*members, *common))
+                     if name not in common or members.get(name) != common[name]} for members in objects]

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 from ezpz_llm.base import UserError, escape_control_characters
 from ezpz_llm.check.endpoint import Endpoint, candidate_ports
+from ezpz_llm.check.facts import Facts, Measurement
 from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
 from ezpz_llm.launch.addresses import describe_port_holder, listen, local_address
 
@@ -36,7 +36,8 @@ class Member:
 
     Attributes:
         asked_at: Unix time of each request, by stage.
-        replied_at: Unix time of each reply, by stage.
+        replied: stages with a reply.
+        clock: offset of the member's clock and its uncertainty (half the round trip) in seconds; None if unknown.
         lost_in: stage in which the connection ended; None if it is open.
     """
 
@@ -44,22 +45,16 @@ class Member:
     rank: int
     host: str
     asked_at: dict[str, float] = field(default_factory=dict)
-    replied_at: dict[str, float] = field(default_factory=dict)
-    replies: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    replied: set[str] = field(default_factory=set)
+    facts: Facts | None = None
+    clock: tuple[float, float] | None = None
+    stages: dict[str, Measurement] = field(default_factory=dict)
     lost_in: str | None = None
 
     @property
     def stuck_in(self) -> str | None:
         """First stage without a reply, except for the clock; None if all have one."""
-        return next((stage for stage in self.asked_at if stage not in self.replies and stage != CLOCK), None)
-
-    @property
-    def clock(self) -> tuple[float, float] | None:
-        """Offset of the member's clock and its uncertainty (half the round trip) in seconds; None if unknown."""
-        if CLOCK not in self.replies:
-            return None
-        half = (self.replied_at[CLOCK] - self.asked_at[CLOCK]) / 2
-        return self.replies[CLOCK]["time"] - self.asked_at[CLOCK] - half, half
+        return next((stage for stage in self.asked_at if stage not in self.replied and stage != CLOCK), None)
 
 
 class PreflightServer:
@@ -147,10 +142,15 @@ class PreflightServer:
         self._events.put(functools.partial(self._close, member))
 
     def _take(self, member: Member, reply: Reply, arrived: float) -> None:
-        member.replies[reply.stage] = reply.answer
-        member.replied_at[reply.stage] = arrived
+        member.replied.add(reply.stage)
         if reply.stage == FACTS:
+            member.facts = reply.facts
             self.accounted.add(member.rank)
+        elif reply.stage == CLOCK and CLOCK in member.asked_at:
+            half = (arrived - member.asked_at[CLOCK]) / 2
+            member.clock = (reply.time - member.asked_at[CLOCK] - half, half)
+        elif reply.answer:
+            member.stages[reply.stage] = reply.answer
         if reply.stage == self._stage:
             self._waiting_for.discard(member)
 

@@ -5,20 +5,37 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from slowness import scaled
 
+from ezpz_llm.base.records import as_record
 from ezpz_llm.check.coordinator import link_groups, node_groups, ring_rounds
+from ezpz_llm.check.facts import ConnectedRank, Facts, Network
 from ezpz_llm.check.node_facts import network_family, read_network
-from ezpz_llm.check.report import Report, as_text, split_common_facts
+from ezpz_llm.check.report import Report, as_text, split_common_members
 from ezpz_llm.check.rules import Gathered, apply_rules
 from ezpz_llm.check.rules.gathered import Unreached, format_rate, node_ranges
 from ezpz_llm.check.rules.network import link_rates, outliers
 from ezpz_llm.rundir.records import Finding
 
 GIB = 2**30
+
+
+def reduction(rate: float, *interfaces: str) -> dict:
+    return {"type": "reduction", "bytes_per_second": rate, "interfaces": list(interfaces)}
+
+
+def failed(error: str) -> dict:
+    return {"type": "failed", "error": error}
+
+
+def gathered(world_size: int, facts: list[dict], hosts: Sequence[str] = (), **more) -> Gathered:
+    """Return what rank 0 gathers if ranks send these facts."""
+    ranks = [as_record(Facts if "cores" in of_rank else ConnectedRank, of_rank, "a message") for of_rank in facts]
+    return Gathered(world_size, ranks, hosts, **more)
 
 
 def rank_facts(rank: int, per_host: int = 2, hosts: int = 4) -> dict:
@@ -42,12 +59,13 @@ def rank_facts(rank: int, per_host: int = 2, hosts: int = 4) -> dict:
                      "kernel": "5.14.21", "NVIDIA driver": "550.54"},
         "clock": [0.001, 0.0005],
         "stages": {
-            "ready": {"device": {"kind": "cuda", "identity": f"GPU-{rank}", "name": "A100", "free": 39 * GIB,
-                                 "total": 40 * GIB}, "import_s": 3.0, "torch": "2.13.0"},
-            "compute": {"flops_per_second": 200e12}, "reduce node": {"bytes_per_second": 150e9},
-            "reduce link 0": {"bytes_per_second": 20e9}, "reduce link 1": {"bytes_per_second": 20e9},
-            "network": {"library": "NCCL", "network": "AWS Libfabric", "provider": "cxi"},
-            "mpi": {"rank": rank, "size": per_host * hosts, "library": "MPICH Version: 5.0.2"},
+            "ready": {"type": "ready", "torch": "2.13.0",
+                      "device": {"kind": "cuda", "identity": f"GPU-{rank}", "name": "A100", "free": 39 * GIB,
+                                 "total": 40 * GIB}},
+            "compute": {"type": "compute", "flops_per_second": 200e12}, "reduce node": reduction(150e9),
+            "reduce link 0": reduction(20e9), "reduce link 1": reduction(20e9),
+            "network": {"type": "network", "library": "NCCL", "network": "AWS Libfabric", "provider": "cxi"},
+            "mpi": {"type": "mpi", "rank": rank, "size": per_host * hosts, "library": "MPICH Version: 5.0.2"},
         },
     }
 
@@ -63,7 +81,7 @@ def changed(change, ranks=range(8), **more) -> list[Finding]:
     case = healthy(**more)
     for rank in ranks:
         change(case["facts"][rank])
-    return apply_rules(Gathered(**case))
+    return apply_rules(gathered(**case))
 
 
 def setting(path: str, value):
@@ -93,8 +111,8 @@ def both(*changes):
 
 
 def test_a_healthy_reservation_has_no_finding() -> None:
-    assert apply_rules(Gathered(**healthy())) == []
-    assert apply_rules(Gathered(1, [{**rank_facts(0, 1, 1), "stages": {}}])) == []
+    assert apply_rules(gathered(**healthy())) == []
+    assert apply_rules(gathered(1, [{**rank_facts(0, 1, 1), "stages": {}}])) == []
 
 
 N3 = (4, 5)
@@ -151,15 +169,16 @@ CASES = {
     "the same boot id": (setting("boot_id", "boot-2"), [6, 7], "warn", ["n[3-4] have the same boot id"]),
     "TCP where there is Slingshot": (setting("stages|network|network", "Socket"), range(8), "bad",
                                      ["NCCL chose 'Socket' on n[1-4]", "of this site is 'AWS Libfabric'", "TCP"]),
-    "oneCCL on TCP": (setting("stages|network", {"library": "oneCCL", "network": "tcp;ofi_rxm"}), range(8), "bad",
+    "oneCCL on TCP": (setting("stages|network", {"type": "network", "library": "oneCCL",
+                                                 "network": "tcp;ofi_rxm"}), range(8), "bad",
                       ["oneCCL chose 'tcp;ofi_rxm'"]),
     "another world size in MPI": (both(setting("stages|mpi|size", 1), setting("stages|mpi|rank", 0)), range(1, 8),
                                   "warn", ["has 1 rank, but the environment has 8 (ranks 1-7)"]),
-    "MPI does not start": (setting("stages|mpi", {"error": "ImportError: libmpi.so"}), [2], "warn",
+    "MPI does not start": (setting("stages|mpi", failed("ImportError: libmpi.so")), [2], "warn",
                            ["rank 2 cannot start MPI: ImportError: libmpi.so"]),
     "MPI hangs": (both(setting("stuck_in", "mpi"), without("stages|mpi")), range(8), "warn",
                   ["ranks 0-7 cannot start MPI: it hangs"]),
-    "torch does not load": (setting("stages", {"ready": {"error": "OSError: libcudart.so"}}), N3, "bad",
+    "torch does not load": (setting("stages", {"ready": failed("OSError: libcudart.so")}), N3, "bad",
                             ["ranks 4-5 on n3 failed in importing torch", "libcudart.so"]),
     "a slow node": (setting("stages|compute|flops_per_second", 70e12), N3, "warn",
                     ["n3 is slow: 2.9 times slower", "70 TFLOP/s, median 200 TFLOP/s"]),
@@ -188,16 +207,12 @@ def test_each_fault_makes_one_finding(name: str) -> None:
     assert findings[0].instead
 
 
-def _gloo(host: str, interface: str):
-    return {"bytes_per_second": 1e9, "interfaces": [interface]}
-
-
 def test_the_interface_that_gloo_used_is_compared() -> None:
     case = healthy(network=None)
     for facts in case["facts"]:
-        facts["stages"] = {"reduce link 0": _gloo(facts["host"], "eth1" if facts["host"] == "n3" else "hsn0")}
+        facts["stages"] = {"reduce link 0": reduction(1e9, "eth1" if facts["host"] == "n3" else "hsn0")}
         facts["named_interfaces"] = {"GLOO_SOCKET_IFNAME": "hsn0"}
-    findings = apply_rules(Gathered(**case))
+    findings = apply_rules(gathered(**case))
     assert [finding.found for finding in findings] == [
         "nodes use different interfaces: n3: eth1, all others hsn0",
         "n3 uses eth1, although GLOO_SOCKET_IFNAME is hsn0"]
@@ -216,15 +231,15 @@ def test_masks_identify_devices_without_identity_from_torch() -> None:
 def test_missing_ranks_are_reported_with_their_nodes() -> None:
     case = healthy(waited_s=24.0)
     case["facts"] = [facts for facts in case["facts"] if facts["rank"] not in (2, 6, 7)]
-    texts = [finding.found for finding in apply_rules(Gathered(**case)) if finding.topic == "missing"]
+    texts = [finding.found for finding in apply_rules(gathered(**case)) if finding.topic == "missing"]
     assert texts == ["rank 2 on n2 did not report within 24 s", "ranks 6-7 on n4 did not report within 24 s"]
-    unknown = apply_rules(Gathered(**{**case, "hosts": []}))
+    unknown = apply_rules(gathered(**{**case, "hosts": []}))
     assert "ranks 2,6-7 did not report within 24 s" in [finding.found for finding in unknown]
 
 
 def test_many_missing_nodes_make_one_finding() -> None:
     facts = [rank_facts(0, 1, 1000)]
-    findings = apply_rules(Gathered(1000, facts, [f"nid{number:06d}" for number in range(1, 1001)], waited_s=24.0))
+    findings = apply_rules(gathered(1000, facts, [f"nid{number:06d}" for number in range(1, 1001)], waited_s=24.0))
     assert len(findings) == 1
     assert "ranks 1-999 on nid[000002-001000]" in findings[0].found
 
@@ -238,20 +253,20 @@ def test_nodes_that_cannot_reach_rank_0() -> None:
                               unreached("n2", 2, "refused", resolves_to="127.0.1.1")])
     case["facts"] = case["facts"][:2]
     for hosts in (case["hosts"], []):
-        texts = [finding.found for finding in apply_rules(Gathered(**{**case, "hosts": hosts}))]
+        texts = [finding.found for finding in apply_rules(gathered(**{**case, "hosts": hosts}))]
         assert texts == ["n[3-4] cannot reach MASTER_ADDR n1:29500 over eth0: timed out",
                          "n2 cannot reach MASTER_ADDR n1:29500, which resolves to the loopback address 127.0.1.1 "
                          "there: refused"]
 
 
 def test_a_node_that_reached_rank_0_late_is_not_reported() -> None:
-    assert apply_rules(Gathered(**healthy(unreached=[unreached("n3", 4)]))) == []
+    assert apply_rules(gathered(**healthy(unreached=[unreached("n3", 4)]))) == []
 
 
 def test_duplicate_ranks_are_reported_with_both_processes() -> None:
     case = healthy()
     case["facts"][3] = {**copy.deepcopy(case["facts"][3]), "rank": 1}
-    texts = [finding.found for finding in apply_rules(Gathered(**case))]
+    texts = [finding.found for finding in apply_rules(gathered(**case))]
     assert texts[0].startswith("2 processes have rank 1: n1 (pid 1001, Hydra (PMI_RANK)), n2 (pid")
     assert any("rank 3 on n2 did not report" in text for text in texts)
 
@@ -259,7 +274,7 @@ def test_duplicate_ranks_are_reported_with_both_processes() -> None:
 def test_a_port_in_use_and_a_rank_without_facts() -> None:
     case = healthy(port_error="Address already in use")
     case["facts"][5] = {"rank": 5, "host": "n3", "stages": {}}
-    texts = [finding.found for finding in apply_rules(Gathered(**case))]
+    texts = [finding.found for finding in apply_rules(gathered(**case))]
     assert texts == ["rank 5 on n3 started, but sent no facts in time",
                      "MASTER_PORT 29500 cannot be bound on rank 0's node: Address already in use"]
 
@@ -271,9 +286,9 @@ def link_case(rates: dict[tuple[str, str], float]) -> Gathered:
     for turn, pairs in enumerate(ring_rounds(len(names))):
         for left, right in pairs:
             rate = rates.get((names[left], names[right]), rates.get((names[right], names[left])))
-            answer = {"error": "timed out"} if rate is None else {"bytes_per_second": rate}
+            answer = failed("timed out") if rate is None else reduction(rate)
             facts[left]["stages"][f"reduce link {turn}"] = facts[right]["stages"][f"reduce link {turn}"] = answer
-    return Gathered(len(names), facts)
+    return gathered(len(names), facts)
 
 
 @pytest.mark.parametrize("count", [4, 5, 8])
@@ -281,9 +296,9 @@ def test_the_node_with_the_slow_link_is_reported_but_not_its_neighbors(count: in
     names = [f"n{number}" for number in range(1, count + 1)]
     ring = {(name, names[(index + 1) % count]): 1e9 for index, name in enumerate(names)}
     slow = {pair: 2e6 if "n3" in pair else rate for pair, rate in ring.items()}
-    gathered = link_case(slow)
-    assert [name for name, rate in link_rates(gathered).items() if rate < 1e7] == ["n3"]
-    findings = apply_rules(gathered)
+    case = link_case(slow)
+    assert [name for name, rate in link_rates(case).items() if rate < 1e7] == ["n3"]
+    findings = apply_rules(case)
     assert [(finding.level, finding.topic) for finding in findings] == [("bad", "links")]
     assert "the link of n3 is slow: all-reduces with its neighbors are 500.0 times slower" in findings[0].found
     broken = apply_rules(link_case({pair: None if "n3" in pair else rate for pair, rate in ring.items()}))
@@ -335,7 +350,8 @@ def test_findings_and_report_of_ten_thousand_ranks_take_seconds() -> None:
         facts["stages"]["mpi"]["size"] = 10_000
         if facts["host"] in ("n700", "n701"):
             facts["versions"]["deepspeed"] = "0.15"
-    report = Report(Gathered(**case), apply_rules(Gathered(**case)), 1.0)
+    ranks = gathered(**case)
+    report = Report(ranks, apply_rules(ranks), 1.0)
     text = as_text(report)
     assert "deepspeed differs: n[700-701]: 0.15, all others 0.19.8" in text
     assert len(text.splitlines()) < 45
@@ -345,7 +361,7 @@ def test_findings_and_report_of_ten_thousand_ranks_take_seconds() -> None:
 
 def test_the_report_has_bad_findings_first_with_remedies() -> None:
     findings = changed(both(setting("shm|free", 0), setting("stages|ready|torch", "2.11.0")), N3)
-    text = as_text(Report(Gathered(**healthy()), findings, 12.34))
+    text = as_text(Report(gathered(**healthy()), findings, 12.34))
     assert text.index("bad   versions: torch differs") < text.index("warn  space: n3")
     assert text.count("      do: ") == 2
     assert text.splitlines()[-1] == ("preflight: unfit: 1 problem, 1 warning (8 of 8 ranks on 4 nodes in "
@@ -354,10 +370,10 @@ def test_the_report_has_bad_findings_first_with_remedies() -> None:
 
 
 def test_the_report_file_has_common_facts_once() -> None:
-    common, own = split_common_facts([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
+    common, own = split_common_members([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
     assert common == {"a": 1}
     assert own == [{"b": 1}, {"b": 2}, {}]
-    common, own = split_common_facts([{"a": 1}, {"a": 1}, {"a": 1}, {}])
+    common, own = split_common_members([{"a": 1}, {"a": 1}, {"a": 1}, {}])
     assert (common, own[3]) == ({"a": 1}, {"a": None})
 
 
@@ -403,11 +419,11 @@ _LOGS = {
 @pytest.mark.parametrize("name", _LOGS)
 def test_the_chosen_network_is_parsed_from_logs(name: str) -> None:
     lines, network, kind = _LOGS[name]
-    assert read_network(["torch is imported", *lines]) == network
+    assert read_network(["torch is imported", *lines]) == Network(**network)
     assert network_family(network["network"]) == kind
-    assert read_network(["provider: the user's own print"]) == {}
+    assert read_network(["provider: the user's own print"]) == Network()
 
 
 def test_oneccl_over_mpi_is_not_judged() -> None:
-    answer = {"library": "oneCCL", "network": "mpi", "transport": "mpi"}
+    answer = {"type": "network", "library": "oneCCL", "network": "mpi", "transport": "mpi"}
     assert changed(setting("stages|network", answer), network="ofi") == []

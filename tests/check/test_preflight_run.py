@@ -20,11 +20,13 @@ from msgspec.structs import replace
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.check.client import connect, connect_and_serve, read_unreached
 from ezpz_llm.check.endpoint import Endpoint, rendezvous_point
+from ezpz_llm.check.facts import Compute, Facts, Mpi, Ready, Reduction, find_answer
 from ezpz_llm.check.measurements import Worker
 from ezpz_llm.check.messages import CLOCK, FACTS, Introduction, Reply, Request, authenticate, receive, send
-from ezpz_llm.check.node_facts import addresses, used_interfaces
+from ezpz_llm.check.node_facts import addresses, gather_facts, used_interfaces
 from ezpz_llm.check.rules.gathered import Unreached
 from ezpz_llm.check.server import PreflightServer
 from ezpz_llm.launch.ranks import RankInfo
@@ -67,16 +69,23 @@ def test_two_healthy_ranks_are_fit(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r" / "preflight.json").read_text())
     assert report["fit"] is True
     assert [finding for finding in report["findings"] if finding["level"] == "bad"] == []
-    ranks = [{**report["common"], **own} for own in report["ranks"]]
-    assert [facts["rank"] for facts in ranks] == [0, 1]
+    ranks = [as_record(Facts, {**report["common"], **own}, "preflight.json") for own in report["ranks"]]
+    assert [facts.rank for facts in ranks] == [0, 1]
     for facts in ranks:
-        assert facts["host"] == socket.gethostname()
-        assert set(facts["cores"]) <= os.sched_getaffinity(0)
-        assert facts["stages"]["mpi"]["size"] == 2
-        assert facts["stages"]["compute"]["flops_per_second"] > 1e8
-        assert facts["stages"]["reduce node"]["bytes_per_second"] > 1e5
-        assert facts["versions"]["torch"].startswith(facts["stages"]["ready"]["torch"])
-    assert abs(ranks[0]["clock"][0]) < 1
+        assert facts.host == socket.gethostname()
+        assert set(facts.cores) <= os.sched_getaffinity(0)
+        mpi, compute, ready = (find_answer(facts.stages, kind) for kind in (Mpi, Compute, Ready))
+        assert isinstance(mpi, Mpi)
+        assert mpi.size == 2
+        assert isinstance(compute, Compute)
+        assert compute.flops_per_second > 1e8
+        reduction = facts.stages["reduce node"]
+        assert isinstance(reduction, Reduction)
+        assert reduction.bytes_per_second > 1e5
+        assert isinstance(ready, Ready)
+        assert facts.versions["torch"].startswith(ready.torch)
+    assert ranks[0].clock is not None
+    assert abs(ranks[0].clock[0]) < 1
 
 
 @pytest.mark.full
@@ -157,7 +166,8 @@ def _fake_rank(server: PreflightServer, rank: int, secret: bytes = SECRET) -> bo
     _connections.append(connection)
     send(connection, Introduction(rank, f"n{rank // 8}"))
     assert receive(connection, Request) == Request(FACTS)
-    send(connection, Reply(FACTS, {"rank": rank, "text": "x" * 3000}))
+    info = RankInfo(rank, 8, rank, 8, 0, "test", ("x" * 3000,))
+    send(connection, Reply(FACTS, facts=gather_facts(info, {})))
     return True
 
 
@@ -192,7 +202,7 @@ def test_the_clock_of_a_rank_is_compared(server: PreflightServer) -> None:
 
     def answer() -> None:
         assert receive(_connections[0], Request) == Request(CLOCK)
-        send(_connections[0], Reply(CLOCK, {"time": time.time() + 500}))
+        send(_connections[0], Reply(CLOCK, time=time.time() + 500))
 
     threading.Thread(target=answer, daemon=True).start()
     server.ask({member: Request(CLOCK)}, time.monotonic() + scaled(20))
@@ -359,6 +369,26 @@ def test_a_rank_that_sends_an_invalid_reply_is_lost(server: PreflightServer) -> 
     assert server.members[0].lost_in == "its introduction"
 
 
+@pytest.mark.parametrize(("change", "message"), [
+    ({"facts": {"cores": ["x"]}}, "facts.cores[0] is 'x', but must be a whole number"),
+    ({"facts": {"memory": {"total": 1}}}, "facts.memory.free is missing"),
+    ({"facts": {"tmp": []}}, "facts.tmp is a list, but must be an object"),
+    ({"facts": {"stages": {"ready": {"error": "x"}}}}, "facts.stages.ready.type is missing"),
+    ({"answer": {"type": "ready", "torch": "2"}}, "answer.device is missing"),
+    ({"answer": {"type": "other"}}, "answer.type is 'other'"),
+    ({"answer": {"type": "compute", "flops_per_second": "fast"}},
+     "answer.flops_per_second is 'fast', but must be a number"),
+])
+def test_invalid_facts_and_measurements_are_rejected(change: dict, message: str) -> None:
+    reply = as_plain(Reply(FACTS, facts=gather_facts(RankInfo(0, 1, 0, 1, 0, "test"), {})))
+    reply["facts"] |= change.pop("facts", {})
+    ours, theirs = socket.socketpair()
+    _send_bytes(ours, json.dumps(reply | change).encode())
+    with ours, Connection(theirs.detach()) as receiver, pytest.raises(UserError) as caught:
+        receive(receiver, Reply)
+    assert message in str(caught.value)
+
+
 def _are_closed(connections: list[socket.socket]) -> bool:
     for connection in connections:
         connection.setblocking(False)
@@ -410,7 +440,7 @@ def test_a_worker_reports_an_error_before_it_leaves_the_group(monkeypatch: pytes
             worker.leave_failed_group(request)
             assert destroyed == after
         if backend == "gloo":
-            assert worker.measure(replace(request, stage="reduce links 1"))["bytes_per_second"] >= 0
+            assert isinstance(worker.measure(replace(request, stage="reduce links 1")), Reduction)
         else:
             with pytest.raises(RuntimeError, match="this rank's group for reduce links 0 has failed"):
                 worker.measure(replace(request, stage="reduce links 1"))

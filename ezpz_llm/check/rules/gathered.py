@@ -6,16 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec import Struct
 
 from ezpz_llm.base import group_by_key
 from ezpz_llm.base.records import Rank, Whole
+from ezpz_llm.check.facts import A, ConnectedRank, Facts
 from ezpz_llm.launch.hostlist import fold_numbers
-
-Facts = Mapping[str, Any]
-"""Facts of a rank (`client.gather_facts`) and its measurements by stage (`stages`)."""
 
 READY, COMPUTE, NODE, LINK, NETWORK, MPI = "ready", "compute", "reduce node", "reduce link", "network", "mpi"
 """Stages of measurement. The round number follows in the name of a link stage."""
@@ -58,7 +55,7 @@ class Gathered:
     """
 
     world_size: int
-    facts: Sequence[Facts]
+    facts: Sequence[ConnectedRank]
     hosts: Sequence[str] = ()
     unreached: Sequence[Unreached] = ()
     port_error: str | None = None
@@ -68,29 +65,18 @@ class Gathered:
     @property
     def reporting(self) -> list[Facts]:
         """Facts of the ranks that sent their facts. Other ranks may have only connected."""
-        return [facts for facts in self.facts if "cores" in facts]
+        return [facts for facts in self.facts if isinstance(facts, Facts)]
 
     def by_node(self) -> dict[str, list[Facts]]:
         """Return the facts of ranks by hostname, in order of each node's first rank."""
-        return group_by_key((facts["host"], facts) for facts in self.reporting)
+        return group_by_key((facts.host, facts) for facts in self.reporting)
 
-    def measured(self, stage: str) -> Iterator[tuple[Facts, Mapping[str, Any]]]:
-        """Yield (facts, answer) of the ranks that completed a stage without an error."""
+    def measured(self, kind: type[A], stage: str = "") -> Iterator[tuple[Facts, A]]:
+        """Yield (facts, answer) for answers of a kind in stages that begin with `stage`."""
         for facts in self.reporting:
-            if (answer := stage_answer(facts, stage)) and "error" not in answer:
-                yield facts, answer
-
-    def link_answers(self) -> Iterator[tuple[str, str, Facts]]:
-        """Yield (hostname, stage, answer) of every rank in every round of all-reduces between nodes."""
-        for facts in self.reporting:
-            for stage, answer in facts.get("stages", {}).items():
-                if stage.startswith(LINK):
-                    yield facts["host"], stage, answer
-
-
-def stage_answer(facts: Facts, stage: str) -> Facts:
-    """Return a rank's answer in a stage; empty without an answer."""
-    return facts.get("stages", {}).get(stage, {})
+            for name, answer in facts.stages.items():
+                if isinstance(answer, kind) and name.startswith(stage):
+                    yield facts, answer
 
 
 _MAX_NAMES = 6

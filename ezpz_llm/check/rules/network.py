@@ -8,20 +8,19 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TypeVar
 
 from ezpz_llm.base import group_by_key
+from ezpz_llm.check.facts import Compute, Facts, Failed, Network, Reduction
 from ezpz_llm.check.findings import Level
 from ezpz_llm.check.node_facts import network_family
 from ezpz_llm.check.rules.gathered import (
     COMPUTE,
-    NETWORK,
+    LINK,
     NODE,
     READY,
-    Facts,
     Gathered,
     Unreached,
     describe_differences,
     format_rate,
     node_ranges,
-    stage_answer,
     stage_name,
 )
 from ezpz_llm.launch.addresses import is_loopback, missing_interface
@@ -33,14 +32,14 @@ def _wrong_network(gathered: Gathered) -> Iterator[Finding]:
     if gathered.network is None or len(gathered.by_node()) < 2:
         return
     # oneCCL over MPI does not know which network MPI uses.
-    chosen = [(facts, answer) for facts, answer in gathered.measured(NETWORK)
-              if answer.get("network", "mpi") != "mpi"]
-    wrong = [((answer["library"], answer["network"]), facts) for facts, answer in chosen
-             if network_family(answer["network"]) != network_family(gathered.network)]
-    for (library, network), numbers in group_by_key((key, facts["rank"]) for key, facts in wrong).items():
-        names = node_ranges(facts["host"] for key, facts in wrong if key == (library, network))
+    wrong = group_by_key(((answer.library, answer.network), facts) for facts, answer in gathered.measured(Network)
+                         if answer.network not in ("", "mpi")
+                         and network_family(answer.network) != network_family(gathered.network))
+    for (library, network), ranks in wrong.items():
+        names = node_ranges(facts.host for facts in ranks)
         consequence = ", which is TCP and many times slower" if network_family(network) == "tcp" else ""
-        yield Finding("bad", "network", f"{library} chose {network!r} on {names} ({rank_ranges(numbers)}), but "
+        yield Finding("bad", "network", f"{library} chose {network!r} on {names} "
+                                        f"({rank_ranges(facts.rank for facts in ranks)}), but "
                                         f"the network of this site is {gathered.network!r}{consequence}",
                       "load the module with the network plug-in (aws-ofi-nccl, rccl-net-plugin), and put the "
                       f"plug-in's folder on LD_LIBRARY_PATH; set NCCL_NET={gathered.network!r} to make NCCL fail, "
@@ -48,8 +47,7 @@ def _wrong_network(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _network_differences(gathered: Gathered) -> Iterator[Finding]:
-    values = {facts["host"]: answer["network"] for facts, answer in gathered.measured(NETWORK)
-              if "network" in answer}
+    values = {facts.host: answer.network for facts, answer in gathered.measured(Network) if answer.network}
     if text := describe_differences(values):
         yield Finding("bad", "network", f"nodes chose different networks: {text}",
                       "use the same modules and variables on every node")
@@ -57,10 +55,9 @@ def _network_differences(gathered: Gathered) -> Iterator[Finding]:
 
 def used_interfaces(gathered: Gathered) -> dict[str, str]:
     """Return the interfaces with which each node reached other nodes, by hostname, joined by commas."""
-    observed = [(host, interface) for host, _, answer in gathered.link_answers()
-                for interface in answer.get("interfaces", ())]
-    observed += [(facts["host"], interface) for facts in gathered.reporting
-                 if (interface := stage_answer(facts, NETWORK).get("interface"))]
+    observed = [(facts.host, interface) for facts, answer in gathered.measured(Reduction, LINK)
+                for interface in answer.interfaces]
+    observed += [(facts.host, answer.interface) for facts, answer in gathered.measured(Network) if answer.interface]
     return {host: ",".join(sorted(set(names))) for host, names in group_by_key(observed).items()}
 
 
@@ -70,7 +67,7 @@ def _interface_differences(gathered: Gathered) -> Iterator[Finding]:
         yield Finding("warn", "network", f"nodes use different interfaces: {text}",
                       "pass launch --interface NAME with an interface that every node has")
     for host, ranks in gathered.by_node().items():
-        configured = ranks[0].get("named_interfaces", {}).get("GLOO_SOCKET_IFNAME")
+        configured = ranks[0].named_interfaces.get("GLOO_SOCKET_IFNAME")
         if configured and not set(used.get(host, configured).split(",")) <= set(configured.split(",")):
             yield Finding("warn", "network",
                           f"{host} uses {used[host]}, although GLOO_SOCKET_IFNAME is {configured}",
@@ -79,15 +76,15 @@ def _interface_differences(gathered: Gathered) -> Iterator[Finding]:
 
 def _unbound_port(gathered: Gathered) -> Iterator[Finding]:
     if gathered.port_error:
-        master = _master(gathered)
-        port = master.get("port", "")
+        first = _first(gathered)
+        port = first.master.port if first and first.master else ""
         yield Finding("bad", "rendezvous", f"MASTER_PORT {port} cannot be bound on rank 0's node: "
                                            f"{gathered.port_error}",
                       "set another MASTER_PORT, or end the program that uses the port (ss -ltnp)")
 
 
 def _unreached_nodes(gathered: Gathered) -> Iterator[Finding]:
-    reported = {facts["rank"] for facts in gathered.facts}
+    reported = {facts.rank for facts in gathered.facts}
     groups = group_by_key(((f"{report.address}:{report.port}", report.reason, _route(report)), report.host)
                           for report in gathered.unreached if report.rank not in reported)
     for (master, reason, route), names in groups.items():
@@ -107,19 +104,19 @@ def _route(report: Unreached) -> str:
     return f" over {report.interface}" if report.interface else ", to which there is no route"
 
 
-def _master(gathered: Gathered) -> Facts:
-    return next((facts.get("master", {}) for facts in gathered.reporting if facts["rank"] == 0), {})
+def _first(gathered: Gathered) -> Facts | None:
+    return next((facts for facts in gathered.reporting if facts.rank == 0), None)
 
 
 def _wrong_master_address(gathered: Gathered) -> Iterator[Finding]:
-    first, master = next((facts for facts in gathered.reporting if facts["rank"] == 0), None), _master(gathered)
-    if first is None or not master:
+    first = _first(gathered)
+    if first is None or first.master is None:
         return
-    address = master["resolves_to"]
-    own_addresses = {address for addresses in first["interfaces"].values() for address in addresses}
+    address = first.master.resolves_to
+    own_addresses = {address for addresses in first.interfaces.values() for address in addresses}
     if address is None or (address not in own_addresses and not is_loopback(address)):
-        text = f"{master['address']} ({address or 'which does not resolve'})"
-        yield Finding("bad", "rendezvous", f"MASTER_ADDR {text} is not an address of rank 0's node {first['host']}",
+        text = f"{first.master.address} ({address or 'which does not resolve'})"
+        yield Finding("bad", "rendezvous", f"MASTER_ADDR {text} is not an address of rank 0's node {first.host}",
                       "unset MASTER_ADDR, so that launch sets it, or set it to an address of that node")
 
 
@@ -127,8 +124,8 @@ def missing_interfaces(gathered: Gathered) -> Iterator[Finding]:
     """Yield a finding for each interface that a variable names and that a node does not have."""
     hosts = gathered.by_node()
     without_interface = group_by_key(((missing, f"{variable}={value}"), host) for host, ranks in hosts.items()
-                                     for variable, value in ranks[0].get("named_interfaces", {}).items()
-                                     if (missing := missing_interface(variable, value, ranks[0]["interfaces"])))
+                                     for variable, value in ranks[0].named_interfaces.items()
+                                     if (missing := missing_interface(variable, value, ranks[0].interfaces)))
     for (missing, source), names in without_interface.items():
         text = "no node has" if len(names) == len(hosts) > 1 else f"{node_ranges(names)}: no"
         yield Finding("bad", "interface", f"{text} interface {missing} ({source})",
@@ -140,13 +137,13 @@ def _hostname_problems(gathered: Gathered) -> Iterator[Finding]:
     if len(hosts) < 2:
         return
     on_loopback = [host for host, ranks in hosts.items()
-                   if ranks[0]["name_resolves_to"] and is_loopback(ranks[0]["name_resolves_to"])
-                   and "GLOO_SOCKET_IFNAME" not in ranks[0].get("named_interfaces", {})]
+                   if is_loopback(ranks[0].name_resolves_to or "")
+                   and "GLOO_SOCKET_IFNAME" not in ranks[0].named_interfaces]
     if on_loopback:
         yield Finding("warn", "interface",
                       f"on {node_ranges(on_loopback)} the hostname resolves to a loopback address",
                       "pass launch --interface NAME; otherwise gloo listens on that address")
-    boots = group_by_key((boot, host) for host, ranks in hosts.items() if (boot := ranks[0]["boot_id"]))
+    boots = group_by_key((boot, host) for host, ranks in hosts.items() if (boot := ranks[0].boot_id))
     for names in boots.values():
         if len(names) > 1:
             yield Finding("warn", "hosts", f"{node_ranges(names)} have the same boot id",
@@ -184,14 +181,14 @@ def _slowdown_level(times: float) -> Level:
 
 
 def _slow_matmuls(gathered: Gathered) -> Iterator[Finding]:
-    rates = {facts["rank"]: answer["flops_per_second"] for facts, answer in gathered.measured(COMPUTE)}
+    rates = {facts.rank: answer.flops_per_second for facts, answer in gathered.measured(Compute)}
     slow = outliers(rates)
     if not slow:
         return
     usual = format_rate(statistics.median(rates.values()), "FLOP/s")
-    hosts = {facts["rank"]: facts["host"] for facts in gathered.reporting}
+    hosts = {facts.rank: facts.host for facts in gathered.reporting}
     for host, numbers in group_by_key((hosts[rank], rank) for rank in slow).items():
-        is_whole_node = all(facts["rank"] in slow for facts in gathered.by_node()[host])
+        is_whole_node = all(facts.rank in slow for facts in gathered.by_node()[host])
         subject = host if is_whole_node else f"{rank_ranges(numbers)} on {host}"
         worst = max(numbers, key=slow.__getitem__)
         verb = "is" if is_whole_node or len(numbers) == 1 else "are"
@@ -204,7 +201,7 @@ def _slow_matmuls(gathered: Gathered) -> Iterator[Finding]:
 
 def _slow_nodes(gathered: Gathered) -> Iterator[Finding]:
     rates = {host: min(of_host) for host, of_host in group_by_key(
-        (facts["host"], answer["bytes_per_second"]) for facts, answer in gathered.measured(NODE)).items()}
+        (facts.host, answer.bytes_per_second) for facts, answer in gathered.measured(Reduction, NODE)).items()}
     for host, times in outliers(rates).items():
         yield Finding(_slowdown_level(times), "links",
                       f"all-reduces among the ranks of {host} are {times:.1f} times slower than on the median node "
@@ -219,8 +216,9 @@ def link_rates(gathered: Gathered) -> dict[str, float]:
     Uses the node's slowest rank, and the faster of its two neighbors: a node with a bad link is slow with both
     neighbors, but each neighbor is slow only with that node.
     """
-    rounds = group_by_key(((host, stage), answer["bytes_per_second"])
-                          for host, stage, answer in gathered.link_answers() if "bytes_per_second" in answer)
+    rounds = group_by_key(((facts.host, stage), answer.bytes_per_second)
+                          for facts in gathered.reporting for stage, answer in facts.stages.items()
+                          if isinstance(answer, Reduction) and stage.startswith(LINK))
     slowest = group_by_key((host, min(rates)) for (host, _), rates in rounds.items())
     return {host: max(rates) for host, rates in slowest.items()}
 
@@ -240,9 +238,9 @@ def _slow_links(gathered: Gathered) -> Iterator[Finding]:
 
 def _failed_stages(gathered: Gathered) -> Iterator[Finding]:
     for stage in (READY, COMPUTE, NODE):
-        errors = [((facts["host"], facts["stages"][stage]["error"]), facts["rank"]) for facts in gathered.reporting
-                  if "error" in stage_answer(facts, stage)]
-        for (host, error), numbers in group_by_key(errors).items():
+        errors = group_by_key(((facts.host, answer.error), facts.rank)
+                              for facts, answer in gathered.measured(Failed, stage))
+        for (host, error), numbers in errors.items():
             yield Finding("bad", "torch" if stage == READY else "links",
                           f"{rank_ranges(numbers)} on {host} failed in {stage_name(stage)}: {error}",
                           "for details, run python3 -m ezpz_llm.test_dist on that node alone")
@@ -251,8 +249,8 @@ def _failed_stages(gathered: Gathered) -> Iterator[Finding]:
 def _failed_links(gathered: Gathered) -> Iterator[Finding]:
     """Find nodes that have a failed link and no working link."""
     working = set(link_rates(gathered))
-    failed = group_by_key((host, answer["error"]) for host, _, answer in gathered.link_answers()
-                          if "error" in answer and host not in working)
+    failed = group_by_key((facts.host, answer.error) for facts, answer in gathered.measured(Failed, LINK)
+                          if facts.host not in working)
     for host, errors in failed.items():
         yield Finding("bad", "links", f"all-reduces between {host} and its neighbors fail: {errors[0]}",
                       "pass launch --interface NAME with an interface that reaches every node")

@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ezpz_llm.base import count_noun, group_by_key
+from ezpz_llm.check.facts import Facts, Failed, Mpi, Ready, find_answer
 from ezpz_llm.check.findings import Level
 from ezpz_llm.check.rules.gathered import (
     MPI,
     READY,
-    Facts,
     Gathered,
     describe_differences,
     format_bytes,
     node_ranges,
-    stage_answer,
     stage_name,
 )
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
@@ -33,18 +32,12 @@ _CLOCK_OFFSET_S = 2.0
 
 def _device_of(facts: Facts) -> str | None:
     """Return a rank's accelerator, by UUID or PCI address if known, else by its visible index; None for CPU."""
-    if identity := _device(facts).get("identity"):
-        return str(identity)
-    ids = facts["devices"]["ids"]
-    if not ids:
-        return None
+    if facts.device and facts.device.identity:
+        return facts.device.identity
+    ids = facts.devices.ids
     # As in launch: with several visible devices, the local rank selects one.
-    index = 0 if len(ids) == 1 else facts["local_rank"]
-    return f"{facts['devices']['source']} {ids[index]}" if index < len(ids) else None
-
-
-def _device(facts: Facts) -> Facts:
-    return stage_answer(facts, READY).get("device", {})
+    index = 0 if len(ids) == 1 else facts.local_rank
+    return f"{facts.devices.source} {ids[index]}" if index < len(ids) else None
 
 
 def _shared_devices(gathered: Gathered) -> Iterator[Finding]:
@@ -53,8 +46,8 @@ def _shared_devices(gathered: Gathered) -> Iterator[Finding]:
         """Yield (level, local ranks that share a device) and (node, device)."""
         for host, ranks in gathered.by_node().items():
             # Ranks that use the CPU are not slowed by sharing a GPU.
-            level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
-            owners = group_by_key((device, facts["local_rank"]) for facts in ranks if (device := _device_of(facts)))
+            level: Level = "warn" if any(facts.device and facts.device.kind == "cpu" for facts in ranks) else "bad"
+            owners = group_by_key((device, facts.local_rank) for facts in ranks if (device := _device_of(facts)))
             yield from (((level, tuple(local_ranks)), (host, device)) for device, local_ranks in owners.items()
                         if len(local_ranks) > 1)
 
@@ -67,34 +60,33 @@ def _shared_devices(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _unused_devices(gathered: Gathered) -> Iterator[Finding]:
-    on_cpu = [facts for facts, answer in gathered.measured(READY)
-              if answer["device"]["kind"] == "cpu" and facts["devices"]["ids"]]
+    on_cpu = [facts for facts, ready in gathered.measured(Ready)
+              if ready.device.kind == "cpu" and facts.devices.ids]
     if on_cpu:
-        driver = all(facts["devices"]["installed"] for facts in on_cpu)
-        names = node_ranges(facts["host"] for facts in on_cpu)
+        driver = all(facts.devices.installed for facts in on_cpu)
+        names = node_ranges(facts.host for facts in on_cpu)
         yield Finding("bad" if driver else "warn", "devices",
-                      f"torch uses the CPU on {names}, although {on_cpu[0]['devices']['source']} shows "
-                      f"{count_noun(len(on_cpu[0]['devices']['ids']), 'device')}",
+                      f"torch uses the CPU on {names}, although {on_cpu[0].devices.source} shows "
+                      f"{count_noun(len(on_cpu[0].devices.ids), 'device')}",
                       "install a torch built for these devices and their driver (ezpz-llm doctor shows both)")
 
 
 def _device_differences(gathered: Gathered) -> Iterator[Finding]:
-    for member in ("kind", "name"):
-        values = {facts["host"]: answer["device"][member] for facts, answer in gathered.measured(READY)
-                  if answer["device"].get(member)}
-        if text := describe_differences(values):
-            yield Finding("bad" if member == "kind" else "warn", "devices", f"the devices differ: {text}",
-                          "select nodes of one kind with launch --hosts")
-            return
+    devices = {facts.host: ready.device for facts, ready in gathered.measured(Ready)}
+    kinds = describe_differences({host: device.kind for host, device in devices.items()})
+    names = describe_differences({host: device.name for host, device in devices.items() if device.name})
+    if text := kinds or names:
+        yield Finding("bad" if kinds else "warn", "devices", f"the devices differ: {text}",
+                      "select nodes of one kind with launch --hosts")
 
 
 def _devices_in_use(gathered: Gathered) -> Iterator[Finding]:
-    for facts, answer in gathered.measured(READY):
-        device = answer["device"]
-        if device.get("total") and device["free"] < _MIN_DEVICE_SHARE * device["total"]:
-            free, total = format_bytes(device["free"]), format_bytes(device["total"])
+    for facts, ready in gathered.measured(Ready):
+        free, total = ready.device.free, ready.device.total
+        if free is not None and total and free < _MIN_DEVICE_SHARE * total:
             yield Finding("warn", "devices",
-                          f"the device of rank {facts['rank']} on {facts['host']} has only {free} of {total} free",
+                          f"the device of rank {facts.rank} on {facts.host} has only {format_bytes(free)} of "
+                          f"{format_bytes(total)} free",
                           "end the processes of earlier runs there (nvidia-smi, rocm-smi, xpu-smi)")
 
 
@@ -108,14 +100,14 @@ def _core_problems(gathered: Gathered) -> Iterator[Finding]:
 
 def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
     """Return level and text if ranks share cores while other cores idle, or if ranks outnumber cores."""
-    masks = [set(facts["cores"]) for facts in ranks]
+    masks = [set(facts.cores) for facts in ranks]
     used = set().union(*masks)
-    idle = set(ranks[0]["host_cores"]) - used
+    idle = set(ranks[0].host_cores) - used
     if len(used) < len(ranks):
         more = f", while cores {fold_numbers(idle)} are idle" if idle else ""
         return ("bad" if idle else "warn",
                 f"{len(ranks)} ranks run on {count_noun(len(used), 'core')} ({fold_numbers(used)}){more}")
-    sharing = [facts["rank"] for facts, mask in zip(ranks, masks, strict=True)
+    sharing = [facts.rank for facts, mask in zip(ranks, masks, strict=True)
                if sum(bool(mask & other) for other in masks) > 1]
     # Ranks that may all use every core of the node are unbound, which is fine.
     if sharing and idle:
@@ -126,12 +118,12 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
 
 def _low_space(gathered: Gathered) -> Iterator[Finding]:
     needs = [(host, *need) for host, ranks in gathered.by_node().items() for need in (
-        (f"memory for {count_noun(len(ranks), 'rank')}", ranks[0]["memory"]["free"],
+        (f"memory for {count_noun(len(ranks), 'rank')}", ranks[0].memory.free,
          MIN_MEMORY_PER_RANK * len(ranks),
          "end other processes there, or start fewer ranks per node"),
-        ("/dev/shm", ranks[0]["shm"]["free"], MIN_SHARED_MEMORY,
+        ("/dev/shm", ranks[0].shm.free, MIN_SHARED_MEMORY,
          "enlarge it (docker --shm-size, mount -o remount,size=…)"),
-        (ranks[0]["tmp"]["path"], ranks[0]["tmp"]["free"], MIN_TEMPORARY_SPACE, "free space there, or set TMPDIR"))]
+        (ranks[0].tmp.path, ranks[0].tmp.free, MIN_TEMPORARY_SPACE, "free space there, or set TMPDIR"))]
     short = group_by_key(((f"only {format_bytes(free)} of {name}", instead), host)
                          for host, name, free, minimum, instead in needs if free is not None and free < minimum)
     for (text, instead), names in short.items():
@@ -140,46 +132,45 @@ def _low_space(gathered: Gathered) -> Iterator[Finding]:
 
 def _clock_offsets(gathered: Gathered) -> Iterator[Finding]:
     for facts in gathered.reporting:
-        offset, within = facts.get("clock", (0.0, 0.0))
+        offset, within = facts.clock or (0.0, 0.0)
         if abs(offset) - within > _CLOCK_OFFSET_S:
-            yield Finding("warn", "clock", f"the clock of {facts['host']} is {abs(offset):.1f} s "
+            yield Finding("warn", "clock", f"the clock of {facts.host} is {abs(offset):.1f} s "
                                            f"{'ahead of' if offset > 0 else 'behind'} rank 0's",
                           "run chrony or ntpd there; times in logs cannot be compared")
 
-
-LOST, STUCK = "lost_in", "stuck_in"
-"""Keys of a rank's facts: the stage in which its connection ended, and the stage to which it did not reply."""
 
 _MAX_SEPARATE_NODES = 4
 """Maximum number of nodes with missing ranks that get separate findings."""
 
 
 def _stale_variables(gathered: Gathered) -> Iterator[Finding]:
-    for note, numbers in group_by_key((note, facts["rank"]) for facts in gathered.reporting
-                                      for note in facts.get("rank_notes", ())).items():
+    for note, numbers in group_by_key((note, facts.rank) for facts in gathered.reporting
+                                      for note in facts.rank_notes).items():
         yield Finding("warn", "ranks", f"{rank_ranges(numbers)}: {note}",
                       "launch from a shell without stale rank variables")
 
 
 def _duplicate_ranks(gathered: Gathered) -> Iterator[Finding]:
-    counts = Counter(facts["rank"] for facts in gathered.facts)
-    for rank in sorted(rank for rank, count in counts.items() if count > 1):
-        places = [f"{facts['host']} (pid {facts.get('pid', '?')}, {facts.get('rank_source', 'source unknown')})"
-                  for facts in gathered.facts if facts["rank"] == rank]
-        yield Finding("bad", "ranks", f"{len(places)} processes have rank {rank}: {', '.join(places)}",
-                      "start ranks only with launch, and unset rank variables (RANK, PMI_RANK, …) that a shell "
-                      "exports")
+    processes = group_by_key((facts.rank, f"{facts.host} (pid {facts.pid}, {facts.rank_source})"
+                              if isinstance(facts, Facts) else f"{facts.host} (pid ?, source unknown)")
+                             for facts in gathered.facts)
+    for rank, places in sorted(processes.items()):
+        if len(places) > 1:
+            yield Finding("bad", "ranks", f"{len(places)} processes have rank {rank}: {', '.join(places)}",
+                          "start ranks only with launch, and unset rank variables (RANK, PMI_RANK, …) that a "
+                          "shell exports")
 
 
 def _wrong_world_sizes(gathered: Gathered) -> Iterator[Finding]:
-    differing_ranks = [facts for facts in gathered.reporting if facts["world_size"] != gathered.world_size]
-    for size, numbers in group_by_key([(facts["world_size"], facts["rank"]) for facts in differing_ranks]).items():
+    differing = group_by_key((facts.world_size, facts.rank) for facts in gathered.reporting
+                             if facts.world_size != gathered.world_size)
+    for size, numbers in differing.items():
         yield Finding("bad", "ranks", f"world size is {size} on {rank_ranges(numbers)}, but "
                                       f"{gathered.world_size} on rank 0", "start all ranks with one launch")
 
 
 def _missing_ranks(gathered: Gathered) -> Iterator[Finding]:
-    present = {facts["rank"] for facts in gathered.facts}
+    present = {facts.rank for facts in gathered.facts}
     missing = [rank for rank in range(gathered.world_size) if rank not in present]
     unreached = NodeNames(report.host for report in gathered.unreached)
     planned = dict(enumerate(gathered.hosts))
@@ -199,44 +190,41 @@ def _missing_ranks(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _lost_ranks(gathered: Gathered) -> Iterator[Finding]:
-    lost = [((facts["host"], facts[LOST]), facts["rank"]) for facts in gathered.facts if LOST in facts]
-    for (host, stage), numbers in group_by_key(lost).items():
+    lost = group_by_key(((facts.host, facts.lost_in), facts.rank) for facts in gathered.facts if facts.lost_in)
+    for (host, stage), numbers in lost.items():
         yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} ended during {stage_name(stage)}",
                       "see its log in the run directory")
-    silent = [(facts["host"], facts["rank"]) for facts in gathered.facts
-              if "cores" not in facts and LOST not in facts]
-    for host, numbers in group_by_key(silent).items():
+    silent = group_by_key((facts.host, facts.rank) for facts in gathered.facts
+                          if not isinstance(facts, Facts) and not facts.lost_in)
+    for host, numbers in silent.items():
         yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} started, but sent no facts in time",
                       "check for a hanging file system there (df, mount)")
 
 
 def _stuck_ranks(gathered: Gathered) -> Iterator[Finding]:
-    stuck = [facts for facts in gathered.reporting if facts.get(STUCK, MPI) != MPI and LOST not in facts]
-    slow_start = [facts for facts in stuck if facts[STUCK] == READY]
-    if len(slow_start) > len(gathered.reporting) / 2:
-        yield Finding("warn", "torch", f"{len(slow_start)} of {len(gathered.reporting)} ranks are still importing "
-                                       "torch: nothing could be measured there",
+    stuck = group_by_key((facts.stuck_in, facts) for facts in gathered.reporting if facts.stuck_in)
+    # _mpi_problems reports MPI.
+    stuck.pop(MPI, None)
+    if len(stuck.get(READY, ())) > len(gathered.reporting) / 2:
+        yield Finding("warn", "torch", f"{len(stuck.pop(READY))} of {len(gathered.reporting)} ranks are still "
+                                       "importing torch: nothing could be measured there",
                       "if the shared file system is slow, run from local disks with launch --stage-env")
-        stuck = [facts for facts in stuck if facts[STUCK] != READY]
-    places = [((facts["host"], facts[STUCK]), facts["rank"]) for facts in stuck]
-    for (host, stage), numbers in group_by_key(places).items():
-        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} did not finish "
-                                        f"{stage_name(stage)}",
-                      "check there what the processes wait for (py-spy dump, dmesg)")
+    for stage, ranks in stuck.items():
+        for host, numbers in group_by_key((facts.host, facts.rank) for facts in ranks).items():
+            yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} did not finish {stage_name(stage)}",
+                          "check there what the processes wait for (py-spy dump, dmesg)")
 
 
 def _mpi_problems(gathered: Gathered) -> Iterator[Finding]:
-    answers = [(facts, answer) for facts, answer in gathered.measured(MPI)]
-    wrong = [((answer["size"], answer.get("library", "")), facts["rank"]) for facts, answer in answers
-             if facts["world_size"] == gathered.world_size
-             and (answer["rank"], answer["size"]) != (facts["rank"], facts["world_size"])]
-    for (size, library), numbers in group_by_key(wrong).items():
+    wrong = group_by_key(((mpi.size, mpi.library), facts.rank) for facts, mpi in gathered.measured(Mpi)
+                         if facts.world_size == gathered.world_size
+                         and (mpi.rank, mpi.size) != (facts.rank, facts.world_size))
+    for (size, library), numbers in wrong.items():
         yield Finding("warn", "MPI", f"MPI ({library}) has {count_noun(size, 'rank')}, but the environment has "
                                      f"{gathered.world_size} ({rank_ranges(numbers)})",
                       "if the program uses MPI, use the mpiexec (or srun --mpi plug-in) of mpi4py's MPI library")
-    failed = [(facts["stages"][MPI]["error"], facts["rank"]) for facts in gathered.reporting
-              if "error" in stage_answer(facts, MPI)]
-    failed += [("it hangs", facts["rank"]) for facts in gathered.reporting if facts.get(STUCK) == MPI]
+    failed = [(answer.error, facts.rank) for facts, answer in gathered.measured(Failed, MPI)]
+    failed += [("it hangs", facts.rank) for facts in gathered.reporting if facts.stuck_in == MPI]
     for error, numbers in group_by_key(failed).items():
         yield Finding("warn", "MPI", f"{rank_ranges(numbers)} cannot start MPI: {error}",
                       "if the program uses MPI, install an mpi4py that matches this launcher")
@@ -263,7 +251,7 @@ def _software_differences(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _variable_differences(gathered: Gathered) -> Iterator[Finding]:
-    variables = {place: ranks[0]["environment"] for place, ranks in _units_to_compare(gathered).items()}
+    variables = {place: ranks[0].environment for place, ranks in _units_to_compare(gathered).items()}
     for name in sorted({name for values in variables.values() for name in values}):
         values = {place: environment.get(name, _UNSET) for place, environment in variables.items()}
         if len(set(values.values())) > 1:
@@ -275,19 +263,17 @@ def _units_to_compare(gathered: Gathered) -> dict[str, list[Facts]]:
     """Return the facts to compare: by node, or by rank if the ranks of a node differ."""
     places: dict[str, list[Facts]] = {}
     for host, ranks in gathered.by_node().items():
-        alike = all(rank["versions"] == ranks[0]["versions"] and rank["environment"] == ranks[0]["environment"]
+        alike = all(rank.versions == ranks[0].versions and rank.environment == ranks[0].environment
                     for rank in ranks)
-        places |= {host: ranks} if alike else {f"rank {rank['rank']} on {host}": [rank] for rank in ranks}
+        places |= {host: ranks} if alike else {f"rank {rank.rank} on {host}": [rank] for rank in ranks}
     return places
 
 
 def _versions(ranks: Sequence[Facts]) -> Mapping[str, str]:
-    versions = dict(ranks[0]["versions"])
     # Prefer the versions that torch and MPI reported when they were loaded.
-    for stage, key, name in ((READY, "torch", "torch"), (MPI, "library", _MPI_NAME)):
-        reported = [answer[key] for rank in ranks if key in (answer := stage_answer(rank, stage))]
-        versions |= {name: reported[0]} if reported else {}
-    return versions
+    torch = [ready.torch for rank in ranks if (ready := find_answer(rank.stages, Ready))]
+    mpi = [mpi.library for rank in ranks if (mpi := find_answer(rank.stages, Mpi))]
+    return ranks[0].versions | {name: loaded[0] for name, loaded in (("torch", torch), (_MPI_NAME, mpi)) if loaded}
 
 
 def _difference(name: str, values: Mapping[str, str]) -> str:
