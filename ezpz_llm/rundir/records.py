@@ -373,7 +373,12 @@ def _as_object(stored: Any, run_dir: RunDir) -> dict[str, Any]:
 
 def _as_record(stored: dict[str, Any], run_dir: RunDir) -> RunRecord:
     where = str(run_dir.record)
-    record = as_record(RunRecord, stored, where)
-    as_record(Settings, record.config or {}, where, "config")
-    as_record(ModelSettings, record.model or {}, where, "model")
+    try:
+        record = as_record(RunRecord, stored, where)
+        as_record(Settings, record.config or {}, where, "config")
+        as_record(ModelSettings, record.model or {}, where, "model")
+    except UserError as error:
+        raise UserError(error.found, where=where,
+                        instead="use the version of ezpz_llm that recorded the run, or train its"
+                        " weights further: --init-from CHECKPOINT") from error
     return record

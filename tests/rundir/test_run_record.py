@@ -34,6 +34,13 @@ def test_an_invalid_value_is_reported_with_its_key(tmp_path: Path, content: obje
     assert (error.value.found, error.value.where) == (message, str(run_dir.record))
 
 
+def test_a_run_of_an_earlier_version_is_rejected_with_what_to_do(tmp_path: Path) -> None:
+    RunDir(tmp_path).record.write_text(json.dumps({"sources": {"lr": "default"}}))
+    with pytest.raises(UserError, match=r"sources\.lr is 'default', but must be an object") as error:
+        read_record(RunDir(tmp_path))
+    assert "--init-from" in (error.value.instead or "")
+
+
 def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     spread = Spread(0.2, 0.1, 0.3)
     summary = Summary(mfu=0.4, steps=3, step_time=spread, phase_s={"data": spread}, wall={"training": 3.0},
