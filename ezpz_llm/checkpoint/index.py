@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -67,7 +67,7 @@ WEIGHT = "weight"
 class Piece(Struct, frozen=True):
     """Elements [start, stop) of a parameter's box, flattened in row-major order, in a file.
 
-    The file has a 1-D tensor `<kind>/<key>` for each kind.
+    The file has a 1-D tensor `<kind>/<key>` for each kind of the parameter.
     """
 
     box: tuple[tuple[Bytes, Bytes], ...]
@@ -77,31 +77,41 @@ class Piece(Struct, frozen=True):
     key: str
 
 
-class Parameter(Struct, frozen=True):
-    """Parameter of the model: its global shape and its pieces, sorted by box and start."""
+class Parameter(Struct, frozen=True, omit_defaults=True):
+    """Parameter of the model: its global shape and its pieces, sorted by box and start.
+
+    `without` has the kinds of other parameters that this one does not have.
+    """
 
     shape: tuple[Bytes, ...]
     pieces: tuple[Piece, ...]
+    without: tuple[str, ...] = ()
 
 
 class Index(Struct, frozen=True):
-    """All parameters by name, and the kinds saved for each."""
+    """All parameters by name, and the kinds saved for them."""
 
     kinds: tuple[str, ...]
     parameters: dict[str, Parameter]
 
 
-def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str],
+def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], kinds: Mapping[str, Sequence[str]],
                 pieces: Iterable[tuple[str, Piece]]) -> None:
-    """Write the index of (parameter name, piece) pairs."""
+    """Write the index of (parameter name, piece) pairs.
+
+    Args:
+        kinds: the kinds of each parameter.
+    """
+    all_kinds = tuple(dict.fromkeys(kind for name in shapes for kind in kinds[name]))
     by_name: dict[str, list[Piece]] = {name: [] for name in shapes}
     for name, piece in pieces:
         by_name[name].append(piece)
     parameters = {
-        name: Parameter(tuple(shapes[name]), tuple(sorted(pieces, key=lambda piece: (piece.box, piece.start))))
+        name: Parameter(tuple(shapes[name]), tuple(sorted(pieces, key=lambda piece: (piece.box, piece.start))),
+                        tuple(kind for kind in all_kinds if kind not in kinds[name]))
         for name, pieces in by_name.items()
     }
-    write_json(folder / INDEX, {"format": FORMAT, **as_plain(Index(tuple(kinds), parameters))})
+    write_json(folder / INDEX, {"format": FORMAT, **as_plain(Index(all_kinds, parameters))})
 
 
 def read_index(folder: Path) -> Index:
@@ -124,25 +134,34 @@ def read_index(folder: Path) -> Index:
 
 
 def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
-                kinds: Sequence[str] | None = None) -> None:
+                kinds: Mapping[str, Sequence[str]] | None = None) -> None:
     """Check that a checkpoint has all parameters and the optimizer state of a model.
 
     Args:
-        kinds: required kinds of each parameter; None to accept the optimizer state of any supported optimizer.
+        kinds: required kinds by parameter; None to accept the optimizer state of any supported optimizer.
 
     Raises:
         UserError: a parameter's name or shape differs, the optimizer state is missing, or the pieces do not cover
             each element exactly once.
     """
     check_shapes(index, shapes, folder)
-    accepted = [(WEIGHT, *row.state) for row in OPTIMIZERS.values()] if kinds is None else [kinds]
-    missing = min(([kind for kind in required if kind not in index.kinds] for required in accepted), key=len)
+    accepted = [kinds] if kinds is not None else [
+        {name: (WEIGHT, *row.state_of(name, shape)) for name, shape in shapes.items()}
+        for row in OPTIMIZERS.values()]
+    missing = min((_missing(index, required) for required in accepted), key=len)
     if missing:
-        raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}), so training cannot "
-                        "resume from it", where=str(folder), instead="resume from the checkpoint of a training run")
+        name, kind = missing[0]
+        raise UserError(f"the checkpoint has no {kind} of {name}, which the optimizer needs", where=str(folder),
+                        instead="resume from the checkpoint of a training run with the same optimizer")
     for name, parameter in index.parameters.items():
         if (problem := _coverage_problem(parameter)) is not None:
             raise UserError(f"the checkpoint's index has {problem} in {name}", where=str(folder))
+
+
+def _missing(index: Index, kinds: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Return the missing (parameter, kind) pairs."""
+    return [(name, kind) for name, required in kinds.items() for kind in required
+            if kind not in index.kinds or kind in index.parameters[name].without]
 
 
 def check_shapes(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -125,7 +125,7 @@ class _Save:
     partial: Path
     state: State
     shapes: dict[str, tuple[int, ...]]
-    kinds: tuple[str, ...]
+    kinds: dict[str, tuple[str, ...]]
     began: float
     task: Future[Any]
     is_completing: bool = False

@@ -63,19 +63,19 @@ def read_shard(training: EngineState, rank: int, device: torch.device,
     name = shard_name(rank)
     outline: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, Piece]] = []
-    raw = list(training.raw_slices())
+    raw, kinds = list(training.raw_slices()), training.kinds
     for _, part in owned_parts(raw, raw):
         if part is None:
             continue
         # A rank may own several boxes of the same parameter.
         key = part.name if f"{WEIGHT}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
-        outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in training.kinds})
+        outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in kinds[part.name]})
         pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
     states = {f"rng/{source}": value for source, value in capture_rng_states(device).items()}
     states.update({f"{BUFFER}{key}": value for key, value in buffers.items()})
     outline.update(states)
     parts = (part for _, part in owned_parts(training.slices(), raw) if part is not None)
-    values = (part.tensors[kind] for part in parts for kind in training.kinds)
+    values = (part.tensors[kind] for part in parts for kind in kinds[part.name])
     return Shard(name, outline, pieces, chain(values, states.values()))
 
 
@@ -97,8 +97,8 @@ def make_state(progress: Progress, engine: Engine, dist: Dist, training: EngineS
         versions={"ezpz_llm": __version__, "torch": str(torch.__version__), "python": platform.python_version()})
 
 
-def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str], written: list[Written],
-                    state: State) -> Path:
+def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Mapping[str, Sequence[str]],
+                    written: list[Written], state: State) -> Path:
     """Write index, state and manifest, and publish the folder; rank 0 calls this once all ranks have written.
 
     Raises:

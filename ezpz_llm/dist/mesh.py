@@ -75,6 +75,12 @@ class Mesh:
         across = self.rank_groups.get(lambda rank: list(world[rank % size::size]))
         return across, self.rank_groups.get(lambda rank: list(world[rank - rank % size:][:size]))
 
+    def stage_group(self) -> ProcessGroup:
+        """Return the group of the ranks with this rank's pipeline stage, if there are several. Collective."""
+        if self.pp_size == 1:
+            return torch.distributed.group.WORLD
+        return self.rank_groups.get(lambda rank: self.degrees.peers(rank, "dp", "sp", "tp"))
+
     def end_stages_group(self) -> ProcessGroup:
         """Return the group of the first and last stage of this rank's pipeline. Collective.
 

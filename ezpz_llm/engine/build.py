@@ -18,7 +18,9 @@ from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.masters import round_parameters
 from ezpz_llm.engine.optimizer_state import MakeOptimizer, make_optimizer
 from ezpz_llm.engine.precision import autocast_forward, set_tf32
+from ezpz_llm.engine.whole_matrices import WholeMatrices
 from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.layout.resolve import Resolved, check_precision
 from ezpz_llm.layout.value_source import DEFAULT
 from ezpz_llm.model import tensor_parallel
@@ -51,7 +53,11 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
 
     groups = [{**group, "params": list(group["params"])} for group in param_groups]
-    return put_in_engine(model, resolved, dist, groups, make)
+    engine = put_in_engine(model, resolved, dist, groups, make)
+    if OPTIMIZERS[resolved.optimizer].needs_matrices:
+        state = engine.training_state()
+        state.optimizer.matrices = WholeMatrices(state, dist.mesh)
+    return engine
 
 
 def put_in_engine(model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],

@@ -213,6 +213,11 @@ class _PartitionedOptimizer(_ZeroState):
                                                     mapping.hp_fragment_address.start,
                                                     mapping.hp_fragment_address.numel)
 
+    def stepped(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
+        """Yield each group's partition."""
+        for parameters, flat in zip(*self._groups, strict=True):
+            yield flat, [self.placed[parameter].name for parameter in parameters]
+
     def loaded(self, optimizer_step: int) -> None:
         """Copy the loaded fp32 weights to the model's parameters."""
         super().loaded(optimizer_step)
@@ -248,6 +253,11 @@ class _PartitionedParameters(_ZeroState):
             if numel > 0:
                 yield from self._slice_flat(parameter, start, tensors, offset, numel)
             offset += size
+
+    def stepped(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
+        """Yield each sub-group's partition."""
+        for parameters, flat in zip(self.zero.fp16_groups, self.zero.fp32_partitioned_groups_flat, strict=True):
+            yield flat, [self.placed[parameter].name for parameter in parameters]
 
     @contextmanager
     def _in_memory(self, number: int) -> Iterator[None]:

@@ -61,7 +61,7 @@ def _hide_module(name: str) -> Iterator[None]:
 def _import_muon() -> None:
     """Import DeepSpeed's Muon optimizer with its kernels as plain functions.
 
-    Every ZeRO engine imports Muon, which this package does not offer. Decorating its kernels for compilation would
+    Every ZeRO engine imports it, but this package has its own Muon. Decorating its kernels for compilation would
     import torch's compiler, which takes a second.
     """
     compiler: Any = importlib.import_module("deepspeed.runtime.compiler")

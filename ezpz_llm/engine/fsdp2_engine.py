@@ -176,6 +176,10 @@ class _FsdpState(EngineState):
                 yield Slice(name, shape, whole_box(shape), start, start + rows.numel(),
                             {kind: tensor.view(-1) for kind, tensor in tensors.items()}, *self.copy)
 
+    def stepped(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
+        """Yield the rows of each parameter."""
+        return ((rows, [name]) for name, rows in self.rows.items())
+
     def loaded(self, optimizer_step: int) -> None:
         """Reshard the parameters, so that the next forward pass gathers the loaded weights."""
         super().loaded(optimizer_step)

@@ -108,7 +108,7 @@ def _tensors_by_kind(engine: Engine) -> dict[str, list[Any]]:
     return {
         "parameters": parameters,
         "gradients": _gradients(engine),
-        "moments": [part.tensors.get(kind) for part in slices for kind in state.kinds[1:]],
+        "moments": [tensor for part in slices for kind, tensor in part.tensors.items() if kind != "weight"],
         "master": [part.tensors.get("weight") for part in slices],
         **({"secondary": secondary} if secondary else {}),
         "gathered": list(engine.module.parameters()),

@@ -25,8 +25,8 @@ class Slice:
     The slice is elements [start, stop) of the parameter's box, flattened in row-major order.
 
     Attributes:
-        tensors: a 1-D fp32 tensor with stop - start elements for each of `EngineState.kinds`. Saving reads these
-            views, loading writes them.
+        tensors: a 1-D fp32 tensor with stop - start elements for each of its parameter's `EngineState.kinds`.
+            Saving reads these views, loading writes them.
         replica: index of this rank among the `replicas` data-parallel ranks with the same slice.
         primary: False for a copy that another rank of the model owns.
     """
@@ -83,9 +83,10 @@ class EngineState(ABC):
         self.optimizer, self.scale = optimizer, scale
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of tensors in each slice: the fp32 master weight and the optimizer's state."""
-        return ("weight", *_spec_of(self.optimizer).state)
+    def kinds(self) -> dict[str, tuple[str, ...]]:
+        """Kinds of tensors in the slices of each parameter: its fp32 master weight and the optimizer's state."""
+        spec = _spec_of(self.optimizer)
+        return {name: ("weight", *spec.state_of(name, shape)) for name, shape in self.shapes.items()}
 
     def slices(self) -> Iterable[Slice]:
         """Yield all slices of this rank. Call it only between steps.
@@ -103,6 +104,14 @@ class EngineState(ABC):
     @abstractmethod
     def _slices(self, tensors_of: Access) -> Iterable[Slice]:
         """Yield the slices, each with the tensors from `tensors_of`."""
+
+    @abstractmethod
+    def stepped(self) -> Iterable[tuple[torch.Tensor, list[str]]]:
+        """Yield each tensor that the optimizer steps, with the names of the parameters in it.
+
+        Ranks with the same pipeline stage have the same names in the same order, also where a rank's tensor has no
+        element of a parameter.
+        """
 
     @property
     def optimizer_step(self) -> int:
@@ -267,6 +276,10 @@ class TorchState(EngineState):
                 flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
                 yield from slice_placement(at, 0, parameter.numel(), flat, replica=self.rank,
                                            replicas=self.world_size)
+
+    def stepped(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
+        """Yield each parameter, or its master weight."""
+        return ((parameter, [at.name]) for parameter, at in self.placed)
 
     def loaded(self, optimizer_step: int) -> None:
         """Copy the loaded master weights, rounded, to the module's parameters."""

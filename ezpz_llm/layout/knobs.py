@@ -63,10 +63,10 @@ Rule = Callable[[LayoutCheck], RuleResults]
 
 @dataclass(frozen=True)
 class StoredState:
-    """Location, bytes per element and elements of one kind of state on a rank."""
+    """Location, mean bytes per element, and elements of one kind of state on a rank."""
 
     where: Where
-    itemsize: int
+    itemsize: float
     elements: int
 
 

@@ -16,7 +16,7 @@ from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName
 from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes, deepspeed_layout
 from ezpz_llm.model.config import AFTER, BEFORE, BLOCK, ModelConfig
-from ezpz_llm.model.parameters import block_matrix_count, count
+from ezpz_llm.model.parameters import block_matrix_count, count, parameter_shapes
 from ezpz_llm.model.partition import stage_bounds
 
 _DEFAULT_BUCKET = 500_000_000
@@ -47,10 +47,10 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     layout = deepspeed_layout(layout, precision)
     whole = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     peers = layout.dp_size(world_size) * layout.sp
+    state_bytes = OPTIMIZERS[optimizer].mean_state_bytes(parameter_shapes(model))
     states: Mapping[Kind, StoredState] = {"parameters": StoredState("device", 4, whole),
                                           "gradients": StoredState("device", 4, whole),
-                                          "optimizer": StoredState("device", OPTIMIZERS[optimizer].state_bytes,
-                                                                   whole)}
+                                          "optimizer": StoredState("device", state_bytes, whole)}
     if RECIPES[precision].has_masters and layout.engine != "fsdp2":  # its shards are the master weights
         states = {**states, "parameters": StoredState("device", 2, whole), "copy": StoredState("device", 4, whole)}
     if gradients.accumulated == "bf16":
@@ -58,7 +58,7 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     for knob in KNOBS:
         if knob.memory is not None:
             states = knob.memory(states, layout, whole, peers)
-    return tuple(Part(kind, state.where, state.itemsize * state.elements) for kind, state in states.items())
+    return tuple(Part(kind, state.where, int(state.itemsize * state.elements)) for kind, state in states.items())
 
 
 def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:

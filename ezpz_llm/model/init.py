@@ -165,9 +165,10 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two optimizer groups with keys "params", "names" and "weight_decay": decayed, then undecayed.
 
     Tensors with two or more dimensions (matrices and embeddings) decay; biases and norms do not. Call this before
-    an engine flattens parameters to one dimension. A tied embedding is listed once.
+    an engine flattens parameters to one dimension. A tied embedding is listed once. Names are those of the plain
+    model.
     """
-    named = list(model.named_parameters())
+    named = [(placement_of(name, parameter).name, parameter) for name, parameter in model.named_parameters()]
     decayed = [(name, p) for name, p in named if decays(p.shape)]
     undecayed = [(name, p) for name, p in named if not decays(p.shape)]
     return [{"params": [p for _, p in group], "names": [name for name, _ in group], "weight_decay": decay}

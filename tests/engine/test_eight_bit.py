@@ -92,4 +92,4 @@ def test_every_optimizer_is_built_offered_and_described() -> None:
     assert get_type_hints(TrainConfig)["optimizer"] == OptimizerName
     assert all(f"{name}`" in page for name in OPTIMIZERS)
     assert {name: row.state_bytes for name, row in OPTIMIZERS.items()} == {
-        "adamw": 8, "adamw_unfused": 8, "adamw_8bit": 2}
+        "adamw": 8, "adamw_unfused": 8, "adamw_8bit": 2, "muon": 8}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import pkgutil
 import re
 from abc import ABC, abstractmethod
@@ -32,6 +33,8 @@ class Optimizer(ABC):
         printed: the name in the start-up text and in help.
         state: kinds of state, by the names that checkpoints use, and their bytes per element.
         can_offload: True if DeepSpeed's CPU Adam computes the same step in layouts that offload optimizer state.
+        needs_matrices: True if a step needs whole matrices. The engine then sets the `matrices` of the built
+            optimizer to an `ezpz_llm.engine.whole_matrices.WholeMatrices` before the first step.
         is_known_to_deepspeed: True if ZeRO accepts it without `zero_allow_untested_optimizer`.
         package, install: the imported module, and its requirement for pip.
     """
@@ -40,6 +43,7 @@ class Optimizer(ABC):
     printed: str
     state: Mapping[str, int]
     can_offload: bool = False
+    needs_matrices: bool = False
     is_known_to_deepspeed: bool = False
     package: str | None = None
     install: str = ""
@@ -48,6 +52,16 @@ class Optimizer(ABC):
     def state_bytes(self) -> int:
         """Bytes of state per element. Small tensors may need more."""
         return sum(self.state.values())
+
+    def state_of(self, name: str, shape: tuple[int, ...]) -> Mapping[str, int]:
+        """Return the part of `state` that a parameter of the plain model has, by its name and whole shape."""
+        return self.state
+
+    def mean_state_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        """Return the mean bytes of state per element of a model's parameters."""
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        total = sum(sizes[name] * sum(self.state_of(name, shape).values()) for name, shape in shapes.items())
+        return total / sum(sizes.values())
 
     def unsupported_reason(self, layout: Layout) -> str | None:
         """Return why `layout` does not support this optimizer, or None if it does."""
