@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,26 +20,32 @@ _AT_ONCE = 2 ** 26
 
 @dataclass(frozen=True)
 class _Part:
-    """Part of a matrix in a stepped tensor: elements [start, stop) of a box, from an offset of the flat tensor."""
+    """Elements [start, stop) of a box of a matrix, and their place in the flattened tensor that is stepped.
+
+    `is_contributed` is False if another rank contributes the same elements.
+    """
 
     box: Box
     start: int
     stop: int
-    offset: int
+    place: slice
     is_contributed: bool
 
 
 @dataclass(frozen=True)
 class _Matrix:
+    """Shape and local parts of a matrix, and the rank of the group that computes its function."""
+
     shape: tuple[int, ...]
     parts: list[_Part]
+    owner: int
 
 
 class WholeMatrices:
     """The matrices in the tensors that an optimizer steps, and their distribution over ranks.
 
-    Each matrix is computed by one of the ranks with the same pipeline stage, in turn, and sent to the others.
-    So the ranks share the work, and copies of a result are bitwise identical.
+    Each matrix has an owner among the ranks with the same pipeline stage, in turn, which sends its result to the
+    others. So the ranks share the work, and copies of a result are bitwise identical.
     """
 
     def __init__(self, state: EngineState, mesh: Mesh) -> None:
@@ -47,74 +54,73 @@ class WholeMatrices:
         Args:
             state: the engine's state, of which no part is in files.
         """
-        self._count = mesh.size("dp", "sp", "tp")
-        self._group = mesh.stage_group() if self._count > 1 else None
+        count = mesh.size("dp", "sp", "tp")
+        self._group = mesh.stage_group() if count > 1 else None
         pieces: dict[str, list[Slice]] = {}
         for piece in state.raw_slices():
             pieces.setdefault(piece.name, []).append(piece)
         # With replicated parameters, every rank has its matrices without communication.
-        self._is_replicated = any(piece.replicas == self._count for parts in pieces.values() for piece in parts)
-        self._matrices = {tensor: [_Matrix(state.shapes[name], list(_parts(tensor, pieces.get(name, []))))
-                                   for name in names] for tensor, names in state.stepped()}
+        self._is_replicated = any(piece.replicas == count for parts in pieces.values() for piece in parts)
+        owners = itertools.cycle(range(count))
+        self._matrices = {
+            tensor: [_Matrix(state.shapes[name], list(_parts(tensor, pieces.get(name, []))), next(owners))
+                     for name in names] for tensor, names in state.stepped()}
 
-    def transformed(self, tensor: Tensor, values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a function to whole matrices. Collective over the ranks with the same pipeline stage.
+    def apply(self, function: Callable[[Tensor], Tensor], values: Mapping[Tensor, Tensor]) -> None:
+        """Replace matrices by a function of each. Collective over the ranks with the same pipeline stage.
 
         Args:
-            tensor: a stepped tensor with only matrices.
-            values: values for its elements, in its shape.
             function: maps a matrix to a matrix of the same shape.
-
-        Returns:
-            This rank's elements of the results, in the shape of the tensor; 0 for padding.
+            values: this rank's elements of the matrices, by the stepped tensor of their parameters, in its shape.
         """
-        result = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-        given, flat = values.reshape(-1), result.view(-1)
-        for numbered in self._chunks(self._matrices[tensor]):
-            wholes = [self._gather(number, matrix, given) for number, matrix in numbered]
-            work = []
-            for (number, _), (whole, reduction) in zip(numbered, wholes, strict=True):
+        located = [(matrix, flat.view(-1)) for tensor, flat in values.items() for matrix in self._matrices[tensor]]
+        for chunk in _chunks(located):
+            wholes = [self._local(matrix, flat) for matrix, flat in chunk]
+            matrices = [matrix for matrix, _ in chunk]
+            sums = [self._sum_on_owner(matrix, whole) for matrix, whole in zip(matrices, wholes, strict=True)]
+            broadcasts = []
+            for matrix, whole, reduction in zip(matrices, wholes, sums, strict=True):
                 if reduction is not None:
                     reduction.wait()
-                owner = number % self._count
-                if self._group is None:
+                if self._group is None or self._group.rank() == matrix.owner:
                     whole.copy_(function(whole))
-                    continue
-                if self._group.rank() == owner:
-                    whole.copy_(function(whole))
-                work.append(torch.distributed.broadcast(whole, group=self._group, group_src=owner, async_op=True))
-            for broadcast in work:
+                if self._group is not None:
+                    broadcasts.append(torch.distributed.broadcast(whole, group=self._group, group_src=matrix.owner,
+                                                                  async_op=True))
+            for broadcast in broadcasts:
                 broadcast.wait()
-            for (_, matrix), (whole, _) in zip(numbered, wholes, strict=True):
+            for (matrix, flat), whole in zip(chunk, wholes, strict=True):
                 for part in matrix.parts:
-                    flat[part.offset:part.offset + part.stop - part.start] = \
-                        _box(whole, part).reshape(-1)[part.start:part.stop]
-        return result
+                    flat[part.place] = _box(whole, part).flatten()[part.start:part.stop]
 
-    def _chunks(self, matrices: list[_Matrix]) -> Iterator[list[tuple[int, _Matrix]]]:
-        """Yield matrices with their numbers, several at a time."""
-        chunk: list[tuple[int, _Matrix]] = []
-        elements = 0
-        for number, matrix in enumerate(matrices):
-            chunk.append((number, matrix))
-            elements += math.prod(matrix.shape)
-            if elements >= _AT_ONCE:
-                yield chunk
-                chunk, elements = [], 0
-        if chunk:
-            yield chunk
-
-    def _gather(self, number: int, matrix: _Matrix,
-                given: Tensor) -> tuple[Tensor, torch.distributed.Work | None]:
-        """Start to sum the ranks' parts of a matrix, with zeros elsewhere, on the rank that computes it."""
-        whole = torch.zeros(matrix.shape, dtype=given.dtype, device=given.device)
+    def _local(self, matrix: _Matrix, flat: Tensor) -> Tensor:
+        """Return a matrix with the elements that this rank contributes, and zeros elsewhere."""
+        whole = torch.zeros(matrix.shape, dtype=flat.dtype, device=flat.device)
         for part in matrix.parts:
             if part.is_contributed or self._is_replicated:
-                _write(whole, part, given[part.offset:part.offset + part.stop - part.start])
+                box = _box(whole, part)
+                elements = box.flatten()  # a part may begin and end inside a row of its box
+                elements[part.start:part.stop] = flat[part.place]
+                box.copy_(elements.view(box.shape))
+        return whole
+
+    def _sum_on_owner(self, matrix: _Matrix, whole: Tensor) -> torch.distributed.Work | None:
+        """Start to sum the ranks' elements on the owner."""
         if self._group is None or self._is_replicated:
-            return whole, None
-        return whole, torch.distributed.reduce(whole, group=self._group, group_dst=number % self._count,
-                                               async_op=True)
+            return None
+        return torch.distributed.reduce(whole, group=self._group, group_dst=matrix.owner, async_op=True)
+
+
+def _chunks(located: list[tuple[_Matrix, Tensor]]) -> Iterator[list[tuple[_Matrix, Tensor]]]:
+    """Yield several matrices at a time, to gather together."""
+    chunk: list[tuple[_Matrix, Tensor]] = []
+    for entry in located:
+        chunk.append(entry)
+        if sum(math.prod(matrix.shape) for matrix, _ in chunk) >= _AT_ONCE:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
 
 def _parts(tensor: Tensor, pieces: list[Slice]) -> Iterator[_Part]:
@@ -124,19 +130,9 @@ def _parts(tensor: Tensor, pieces: list[Slice]) -> Iterator[_Part]:
         offset = weight.storage_offset() - tensor.storage_offset()
         if weight.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() \
                 and 0 <= offset < tensor.numel():
-            yield _Part(piece.box, piece.start, piece.stop, offset, piece.primary and piece.replica == 0)
+            yield _Part(piece.box, piece.start, piece.stop, slice(offset, offset + piece.numel),
+                        piece.primary and piece.replica == 0)
 
 
 def _box(whole: Tensor, part: _Part) -> Tensor:
     return whole[tuple(slice(start, stop) for start, stop in part.box)]
-
-
-def _write(whole: Tensor, part: _Part, values: Tensor) -> None:
-    """Write the elements of a part, which may begin and end inside a row of its box."""
-    box = _box(whole, part)
-    if box.numel() == part.stop - part.start:
-        box.copy_(values.view(box.shape))
-        return
-    flat = box.reshape(-1).clone()
-    flat[part.start:part.stop] = values
-    box.copy_(flat.view(box.shape))

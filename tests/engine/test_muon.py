@@ -93,8 +93,9 @@ def test_a_step_is_that_of_torch() -> None:
 class _Whole:
     """Matrices of a single process."""
 
-    def transformed(self, tensor: torch.Tensor, values: torch.Tensor, function: Any) -> torch.Tensor:
-        return function(values)
+    def apply(self, function: Any, values: dict[torch.Tensor, torch.Tensor]) -> None:
+        for matrix in values.values():
+            matrix.copy_(function(matrix))
 
 
 def test_tiled_layers_are_rejected() -> None:

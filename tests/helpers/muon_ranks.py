@@ -128,7 +128,8 @@ def compare(dist: Dist, run: str) -> dict[str, Any]:
     if option == "skip":
         engine.step_skip.limit = 0.0
     if option == "parts":
-        engine.training_state().optimizer.matrices.transformed = lambda tensor, values, function: function(values)
+        matrices = engine.training_state().optimizer.matrices
+        matrices._group, matrices._is_replicated = None, True
     norms = train(engine, dist, 0, STEPS // 2 if second else STEPS)
     if second:
         middle = save(engine, dist, f"{run}-middle", STEPS // 2)

@@ -57,20 +57,20 @@ class _Muon(Optimizer):
                     for parameter in parameters:
                         if not self.state[parameter]:
                             MUON.init_state(self, group, parameter)
-                    if group["is_matrices"]:
-                        for parameter in parameters:
-                            self._step_matrices(parameter, group["lr"], group["weight_decay"])
-                    else:
-                        self._step_others(parameters, group)
+                    step = self._step_matrices if group["is_matrices"] else self._step_others
+                    step(parameters, group)
 
-            def _step_matrices(self, parameter: torch.Tensor, lr: float, weight_decay: float) -> None:
-                """Update a matrix, or a partition of several."""
-                state, gradient = self.state[parameter], parameter.grad
-                state["step"] += 1
-                momentum = state["exp_avg"].lerp_(gradient, 1 - _MOMENTUM)
-                direction = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's
-                parameter.mul_(1 - lr * weight_decay)
-                parameter.sub_(self.matrices.transformed(parameter, direction, _orthogonalized), alpha=lr)
+            def _step_matrices(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+                """Update matrices, or partitions of several."""
+                directions = {}
+                for parameter in parameters:
+                    state, gradient = self.state[parameter], parameter.grad
+                    state["step"] += 1
+                    momentum = state["exp_avg"].lerp_(gradient, 1 - _MOMENTUM)
+                    directions[parameter] = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's
+                self.matrices.apply(_orthogonalized, directions)
+                for parameter, direction in directions.items():
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
 
             def _step_others(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
                 states = [self.state[parameter] for parameter in parameters]
