@@ -106,6 +106,10 @@ class DeepSpeedEngine(MicroStepEngine):
     def _step_partitioned(self) -> Tensor:
         """Step in stages 1 to 3, which skip a step with a non-finite norm and report it as infinite."""
         self._engine.step()
+        if self.layout.zero.stage == 3 and self.layout.zero.offload_optimizer is None:
+            # DeepSpeed overwrites a gradient in the first micro-step of the next step, but keeps it for a parameter
+            # that the loss of that micro-step does not depend on.
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
