@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -85,15 +85,16 @@ class Parameter(Struct, frozen=True):
 
 
 class Index(Struct, frozen=True):
-    """All parameters by name, and the kinds saved for each."""
+    """All parameters by name, and the kinds saved for each; for frozen parameters, only the weight."""
 
     kinds: tuple[str, ...]
     parameters: dict[str, Parameter]
+    frozen: tuple[str, ...] = ()
 
 
 def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str],
-                pieces: Iterable[tuple[str, Piece]]) -> None:
-    """Write the index of (parameter name, piece) pairs."""
+                pieces: Iterable[tuple[str, Piece]], frozen: Sequence[str]) -> None:
+    """Write the index of (parameter name, piece) pairs; `frozen` has the names of parameters with only a weight."""
     by_name: dict[str, list[Piece]] = {name: [] for name in shapes}
     for name, piece in pieces:
         by_name[name].append(piece)
@@ -101,7 +102,7 @@ def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequenc
         name: Parameter(tuple(shapes[name]), tuple(sorted(pieces, key=lambda piece: (piece.box, piece.start))))
         for name, pieces in by_name.items()
     }
-    write_json(folder / INDEX, {"format": FORMAT, **as_plain(Index(tuple(kinds), parameters))})
+    write_json(folder / INDEX, {"format": FORMAT, **as_plain(Index(tuple(kinds), parameters, tuple(frozen)))})
 
 
 def read_index(folder: Path) -> Index:
@@ -143,6 +144,17 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
     for name, parameter in index.parameters.items():
         if (problem := _coverage_problem(parameter)) is not None:
             raise UserError(f"the checkpoint's index has {problem} in {name}", where=str(folder))
+
+
+def check_frozen(index: Index, frozen: Collection[str], folder: Path) -> None:
+    """Check that a checkpoint has the optimizer state of all parameters except those in `frozen`.
+
+    Raises:
+        UserError: a parameter was frozen in the run that saved the checkpoint.
+    """
+    if unfrozen := [name for name in index.frozen if name not in frozen]:
+        raise UserError(f"the checkpoint has no optimizer state of {unfrozen[0]}, which was frozen in the run that "
+                        "saved it", where=str(folder), instead="freeze it before wrap")
 
 
 def check_shapes(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ezpz_llm.base import UserError
-from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_model, common, read_index
+from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_frozen, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import (
     DamagedCheckpointError,
     all_damaged_error,
@@ -86,6 +86,7 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         if accept is not None:
             accept(folder, state)
         check_model(index, training.shapes, folder, training.kinds)
+        check_frozen(index, training.frozen, folder)
         _check_buffers(folder, buffers)
         return state, index
 

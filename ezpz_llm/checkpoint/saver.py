@@ -126,6 +126,7 @@ class _Save:
     state: State
     shapes: dict[str, tuple[int, ...]]
     kinds: tuple[str, ...]
+    frozen: tuple[str, ...]
     began: float
     task: Future[Any]
     is_completing: bool = False
@@ -190,7 +191,7 @@ class Saver:
             self._memory = self._memory or CpuMemory(engine.device)
             shard = self._memory.copy(shard)
         task = _start_task(lambda: write_shard(partial, shard), in_background)
-        self._save = _Save(partial, state, training.shapes, training.kinds, began, task)
+        self._save = _Save(partial, state, training.shapes, training.kinds, training.frozen, began, task)
         return note
 
     def advance(self) -> Saved | None:
@@ -231,7 +232,7 @@ class Saver:
     def _complete(self, save: _Save, written: list[Any]) -> tuple[Path, int] | None:
         if not self._dist.is_main:
             return None
-        folder = complete_folder(save.partial, save.shapes, save.kinds, written, save.state)
+        folder = complete_folder(save.partial, save.shapes, save.kinds, written, save.frozen, save.state)
         if self._keep is not None:
             prune(self._run_dir, self._keep)
         return folder, sum(file.size for file, _ in written)

@@ -69,13 +69,14 @@ def read_shard(training: EngineState, rank: int, device: torch.device,
             continue
         # A rank may own several boxes of the same parameter.
         key = part.name if f"{WEIGHT}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
-        outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in training.kinds})
+        kinds = training.kinds_of(part)
+        outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in kinds})
         pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
     states = {f"rng/{source}": value for source, value in capture_rng_states(device).items()}
     states.update({f"{BUFFER}{key}": value for key, value in buffers.items()})
     outline.update(states)
     parts = (part for _, part in owned_parts(training.slices(), raw) if part is not None)
-    values = (part.tensors[kind] for part in parts for kind in training.kinds)
+    values = (part.tensors[kind] for part in parts for kind in training.kinds_of(part))
     return Shard(name, outline, pieces, chain(values, states.values()))
 
 
@@ -98,13 +99,13 @@ def make_state(progress: Progress, engine: Engine, dist: Dist, training: EngineS
 
 
 def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str], written: list[Written],
-                    state: State) -> Path:
+                    frozen: Sequence[str], state: State) -> Path:
     """Write index, state and manifest, and publish the folder; rank 0 calls this once all ranks have written.
 
     Raises:
         OSError: for example, the disk is full.
     """
-    write_index(partial, shapes, kinds, [entry for _, pieces in written for entry in pieces])
+    write_index(partial, shapes, kinds, [entry for _, pieces in written for entry in pieces], frozen)
     write_json(partial / STATE, as_plain(state))
     records = [file for file, _ in written]
     write_manifest(partial, state.step, [*records, make_record(partial / INDEX), make_record(partial / STATE)])

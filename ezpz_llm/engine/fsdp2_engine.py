@@ -18,14 +18,14 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.private_names import tree_leaves
 from ezpz_llm.engine.gradients import sharded_norm_and_clip
 from ezpz_llm.engine.masters import MasterWeights
-from ezpz_llm.engine.optimizer_state import Access, EngineState, MakeOptimizer, Slice
+from ezpz_llm.engine.optimizer_state import Access, EngineState, Frozen, MakeOptimizer, Slice
 from ezpz_llm.engine.precision import LossScale, gradient_dtype, parameter_dtype
 from ezpz_llm.engine.sharded_start import fill_rows, first_element
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import Block
-from ezpz_llm.model.parameters import whole_box
+from ezpz_llm.model.parameters import Placement, whole_box
 
 
 class Fsdp2Engine(TorchEngine):
@@ -176,8 +176,13 @@ class _FsdpState(EngineState):
     def __init__(self, module: torch.nn.Module, rows: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]],
                  optimizer: torch.optim.Optimizer, place: tuple[int, int], copy: tuple[int, int],
                  scale: LossScale | None) -> None:
-        super().__init__(optimizer, scale)
-        self.module, self.rows, self.shapes = module, rows, shapes
+        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        super().__init__(optimizer, scale, [
+            Frozen(Placement(name, shapes[name], (whole_box(shapes[name]),)), part,
+                   first_element(shapes[name], *place), *copy)
+            for name, part in rows.items() if not trained[name]])
+        self.module, self.shapes = module, shapes
+        self.rows = {name: part for name, part in rows.items() if trained[name]}
         self.place, self.copy = place, copy
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:

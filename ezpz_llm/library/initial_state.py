@@ -15,22 +15,23 @@ _WHERE = "ezpz_llm.wrap"
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer has exactly the model's parameters, and no state.
+    """Check that the optimizer has all parameters of the model that are not frozen, no others, and no state.
 
     Raises:
-        UserError: the parameters differ, a parameter is frozen, or the optimizer has state.
+        UserError: the parameters differ, a group has only frozen parameters, or the optimizer has state.
     """
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            raise UserError(f"the parameter {name} is frozen (requires_grad is False)", where=_WHERE,
-                            instead="requires_grad True in a separate parameter group with lr 0")
-        if parameter not in optimized:
+        if parameter.requires_grad and parameter not in optimized:
             raise UserError(f"the optimizer does not have the parameter {name}, which would never change",
                             where=_WHERE, instead="an optimizer of model.parameters()")
     if optimized - set(model.parameters()):
         raise UserError("the optimizer has parameters that do not belong to the model", where=_WHERE,
                         instead="a model and an optimizer for each call of wrap")
+    for number, group in enumerate(optimizer.param_groups):
+        if not any(parameter.requires_grad for parameter in group["params"]):
+            raise UserError(f"all parameters of the optimizer's group {number} are frozen", where=_WHERE,
+                            instead="an optimizer without this group")
     if optimizer.state:
         raise UserError("the optimizer has already taken a step", where=_WHERE,
                         instead="call wrap before the first step, and load_checkpoint to restore state")
@@ -50,6 +51,9 @@ def check_parameters(model: nn.Module, layout: Layout) -> None:
         if parameter.is_complex():
             raise UserError(f"the parameter {name} is complex", where=_WHERE,
                             instead="two real parameters, and torch.complex in forward")
+        if not parameter.requires_grad and layout.zero.offload_param == "nvme":
+            raise UserError(f"the parameter {name} is frozen, which the layout {layout.name} does not support",
+                            where=_WHERE, instead="zero3_offload_all, which keeps parameters in memory")
         if layout.engine != "ddp" and not parameter.dim():
             raise UserError(f"the parameter {name} is a scalar, which the layout {layout.name} does not support",
                             where=_WHERE, instead="reshape it to (1,), or use ddp")

@@ -146,7 +146,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Pa
 
     Args:
         model: any module, on any device.
-        optimizer: a torch optimizer of all parameters of the model, before its first step.
+        optimizer: a torch optimizer of all parameters of the model that are not frozen, before its first step.
         ds_config: name from ds_configs/ (ddp, fsdp2, zero0 to zero3, zero3_offload_all, …) or a file. Precision,
             batch and clipping are taken from it; the default precision is fp32.
         micro_batch: samples in a micro-batch of a rank, for DeepSpeed's records.
@@ -193,7 +193,8 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
 
     with run.clock.span("set-up"):
         engine = put_in_engine(model, resolved, run.dist,
-                               [{"params": list(group["params"])} for group in optimizer.param_groups],
+                               [{"params": [parameter for parameter in group["params"] if parameter.requires_grad]}
+                                for group in optimizer.param_groups],
                                make_optimizer)
     assert isinstance(engine, MicroStepEngine)
     wrapped = Wrapped(run, engine, optimizer, parameter_dtype(resolved.precision))

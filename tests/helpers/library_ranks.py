@@ -187,6 +187,11 @@ def apart(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
     return ((found - expected).norm() / expected.norm().clamp(min=least * math.sqrt(found.numel()))).item()
 
 
+def rounded(weight: Tensor, layout: str) -> Tensor:
+    """Return a weight as stored in the layout's precision."""
+    return weight.detach().to(torch.bfloat16 if precision_of(layout) == "bf16" else torch.float32).float()
+
+
 def flat(tensors: dict[str, Tensor], order: list[str]) -> Tensor:
     return torch.cat([tensors[name].detach().flatten() for name in order])
 
@@ -209,8 +214,10 @@ def main() -> None:
             before, after, ours = (flat(tensors, list(expected)) for tensors in (first, expected, weights))
             results[name] = {
                 "weights": max(apart(weights[key], value, least[key]) for key, value in expected.items()),
-                "moved": min(apart(value, expected[key]) for key, value in first.items()),
+                "moved": min(apart(value, expected[key]) for key, value in first.items() if value.requires_grad),
                 "change": apart(ours - before, after - before),
+                "frozen": max((apart(weights[key], rounded(value, layouts[0])) for key, value in first.items()
+                               if not value.requires_grad), default=None),
                 "losses": max(abs(a - b) for a, b in zip(losses, our_losses, strict=True)),
                 "norms": max(abs(a - b) / b for a, b in zip(our_norms, norms, strict=True)),
                 "statistics": max((apart(buffers[key], value) for key, value in statistics(model).items()),

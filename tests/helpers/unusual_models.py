@@ -97,6 +97,21 @@ def recomputed() -> nn.Module:
     return model
 
 
+def partly_frozen() -> nn.Module:
+    model = TwoLosses()
+    model.trunk[0].requires_grad_(False)
+    model.head.weight.requires_grad_(False)
+    return model
+
+
+def adapted() -> nn.Module:
+    """Return a Qwen3 whose layers train only the norms, as with adapters."""
+    model = qwen3()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "k_proj" in name)
+    return model
+
+
 def compiled() -> nn.Module:
     model = TwoLosses()
     model.compile(backend="aot_eager")
@@ -107,6 +122,8 @@ UNUSUAL = {
     "formats": Training(Formats, pictures, class_loss, eps=1e-3),
     "sometimes": Training(SometimesUsed, vectors, two_losses, eps=1e-3),
     "objects": Training(Objects, vectors, object_loss, eps=1e-3),
+    "frozen": Training(partly_frozen, vectors, two_losses),
+    "adapted": dataclasses.replace(TRAININGS["qwen3"], module=adapted),
     "recomputed": dataclasses.replace(TRAININGS["qwen3"], module=recomputed),
     "compiled": Training(compiled, vectors, two_losses),
 }

@@ -16,8 +16,10 @@ KINDS = ("mlp", "unet", "norm", "qwen3", "vit")
 LAYOUTS = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3_offload_optimizer", "zero3_offload_all")
 RESUMED = ("mlp:ddp:zero3", "mlp:fsdp2:zero2", "unet:zero3:fsdp2", "unet:zero1:ddp", "norm:zero2:fsdp2",
            "norm:zero3:ddp", "qwen3:fsdp2:zero3", "qwen3:zero2:ddp", "vit:ddp:zero3", "vit:zero1:fsdp2")
-WITH_BUFFER = ("mlp", "sometimes", "compiled")
+WITH_BUFFER = ("mlp", "sometimes", "frozen", "compiled")
 """Models with a buffer `seen`."""
+SLOW = ("unet", "qwen3", "vit", "adapted", "recomputed")
+"""Models some of whose parameters change little, because their AdamW has a large epsilon."""
 AUTOCAST_RUN = "qwen3:fsdp2+bf16_autocast:zero3+bf16_autocast"
 BF16 = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 BOUND = 5e-7
@@ -36,7 +38,7 @@ The same sample's activations are equal in the first step. Later, they differ by
 are much smaller than the bound because their directions differ. Measured: 1.2 u for changes, 0.8 u for norms, and
 0.6 u for losses.
 
-A doubled learning rate gives an error of at least 207 u, unreduced gradients at least 110 u.
+A doubled learning rate gives an error of at least 207 u, unreduced gradients at least 110 u: 27 times the bound.
 
 BatchNorm: the reference also computes the ranks' parts separately, so only the order of fp32 sums differs (1e-7).
 """
@@ -58,7 +60,8 @@ def check_fp32(by_name: dict[str, dict]) -> None:
         assert result["losses"] <= BOUND, name
         assert result["statistics"] <= BOUND, name
         assert result["change"] <= 2 * BOUND, name  # relative to the change in training: 8e-7
-        assert result["moved"] > 3e2 * BOUND, name
+        assert result["moved"] > (3e2 if name.startswith(SLOW) else 1e3) * BOUND, name
+        assert not result["frozen"], name
         # Each part of a run adds 1 to a buffer that the checkpoint restores.
         assert result["seen"] == ([float(name.count(":"))] * 3 if name.startswith(WITH_BUFFER) else None)
 
@@ -73,7 +76,7 @@ def check_autocast(by_name: dict[str, dict]) -> None:
 
 def test_training_equals_one_process(tmp_path: Path):
     """Check layouts, resumed under another one: an MLP, unusual models, and Qwen3 with a tied head."""
-    by_name = results(tmp_path, ["mlp:ddp:fsdp2", "formats:fsdp2:zero1", "sometimes:zero3", AUTOCAST_RUN])
+    by_name = results(tmp_path, ["mlp:ddp:fsdp2", "formats:fsdp2:zero1", "frozen:zero3:zero2", AUTOCAST_RUN])
     check_autocast({AUTOCAST_RUN: by_name.pop(AUTOCAST_RUN)})
     check_fp32(by_name)
 
@@ -87,9 +90,12 @@ def test_every_layout_equals_one_process(tmp_path: Path, kind: str):
 
 @pytest.mark.full
 def test_unusual_models(tmp_path: Path):
-    check(tmp_path, [f"{kind}:{layouts}" for kind in ("formats", "objects", "recomputed")
+    check(tmp_path, [f"{kind}:{layouts}" for kind in ("formats", "objects", "frozen", "adapted", "recomputed")
                      for layouts in ("ddp", "fsdp2:zero2", "zero1:zero3", "zero3:ddp")])
     check(tmp_path, [f"sometimes:{layouts}" for layouts in ("zero0", "zero1", "zero2:zero3", "zero3:fsdp2")])
+    in_bf16 = results(tmp_path, [f"frozen:{first}+bf16:{second}+bf16" for first, second in (
+        ("ddp", "zero3"), ("zero3", "fsdp2"), ("fsdp2", "zero2"), ("zero1", "ddp"))])
+    assert [result["frozen"] for result in in_bf16.values()] == [0.0] * 4
     check(tmp_path, ["compiled:ddp", "compiled:zero1:fsdp2"])
 
 
@@ -135,7 +141,11 @@ MISTAKES = {
     "wrap(model, adamw([*model.parameters(), torch.ones(1)]))": "has parameters that do not belong to the model",
     "wrap(model, adamw(model.parameters()), 'zero7')": "zero7",
     "wrap(model, adamw(model.parameters()), 'tiled')": "supported only for the trainer's models",
-    "model.bias.requires_grad_(False); wrap(model, adamw(model.parameters()))": "the parameter bias is frozen",
+    "model.requires_grad_(False); wrap(model, adamw(model.parameters()))":
+        "all parameters of the optimizer's group 0 are frozen",
+    "w = wrap(model.requires_grad_(False), adamw([{'params': [model.weight.requires_grad_()]}])); "
+    "save_checkpoint(w, 7); model = torch.nn.Linear(2, 2); "
+    "load_checkpoint(wrap(model, adamw(model.parameters())))": "no optimizer state of bias, which was frozen",
     "model = torch.compile(model); wrap(model, adamw(model.parameters()))": "has renamed the parameter weight",
     "model.scale = torch.nn.Parameter(torch.tensor(1.0)); wrap(model, adamw(model.parameters()), 'zero2')":
         "the parameter scale is a scalar, which the layout zero2 does not support",
