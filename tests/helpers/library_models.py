@@ -15,7 +15,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Training:
-    """What to train: `batch` draws `size` samples, and `loss` is their mean loss.
+    """Model to train: `batch` draws `size` samples, and `loss` is their mean loss.
 
     Attributes:
         mixes_samples: True if the result for a sample depends on its batch, as with BatchNorm.
