@@ -145,23 +145,18 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
             each element exactly once.
     """
     check_shapes(index, shapes, folder)
-    accepted = [kinds] if kinds is not None else [
-        {name: (WEIGHT, *row.state_of(name, shape)) for name, shape in shapes.items()}
-        for row in OPTIMIZERS.values()]
-    missing = min((_missing(index, required) for required in accepted), key=len)
-    if missing:
-        name, kind = missing[0]
-        raise UserError(f"the checkpoint has no {kind} of {name}, which the optimizer needs", where=str(folder),
-                        instead="resume from the checkpoint of a training run with the same optimizer")
+    if kinds is None and not any({WEIGHT, *row.state} <= set(index.kinds) for row in OPTIMIZERS.values()):
+        raise UserError(f"the checkpoint has no optimizer state, only {', '.join(index.kinds)}", where=str(folder),
+                        instead="the checkpoint of a training run")
+    for name, required in (kinds or {}).items():
+        missing = [kind for kind in required if kind not in index.kinds or kind in index.parameters[name].without]
+        if missing:
+            raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}) of {name}",
+                            where=str(folder),
+                            instead="train the same parameters with the optimizer of the run that saved it")
     for name, parameter in index.parameters.items():
         if (problem := _coverage_problem(parameter)) is not None:
             raise UserError(f"the checkpoint's index has {problem} in {name}", where=str(folder))
-
-
-def _missing(index: Index, kinds: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the missing (parameter, kind) pairs."""
-    return [(name, kind) for name, required in kinds.items() for kind in required
-            if kind not in index.kinds or kind in index.parameters[name].without]
 
 
 def check_shapes(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -8,6 +8,7 @@ bf16, its config has a bf16 block with the dtypes for gradient accumulation and 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer_state import (
     Access,
     EngineState,
+    Frozen,
     MakeOptimizer,
     Slice,
     TorchState,
@@ -37,7 +39,7 @@ from ezpz_llm.engine.sharded_start import partition
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.ops import needed_ops
 from ezpz_llm.layout.resolve import Resolved
-from ezpz_llm.model.parameters import placement_of, size
+from ezpz_llm.model.parameters import Placement, placement_of, size
 
 
 class DeepSpeedEngine(MicroStepEngine):
@@ -106,6 +108,10 @@ class DeepSpeedEngine(MicroStepEngine):
     def _step_partitioned(self) -> Tensor:
         """Step in stages 1 to 3, which skip a step with a non-finite norm and report it as infinite."""
         self._engine.step()
+        if self.layout.zero.stage == 3 and self.layout.zero.offload_optimizer is None:
+            # DeepSpeed overwrites a gradient in the first micro-step of the next step, but keeps it for a parameter
+            # that the loss of that micro-step does not depend on.
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
@@ -174,18 +180,26 @@ def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | 
     stage = engine.zero_optimization_stage()
     if stage == 0:
         return TorchState(engine.module, engine.optimizer, rank, world_size, scale)
-    return _PartitionedParameters(engine, rank, scale) if stage == 3 else _PartitionedOptimizer(engine, scale)
+    if stage == 3:
+        return _PartitionedParameters(engine, rank, scale)
+    return _PartitionedOptimizer(engine, rank, world_size, scale)
 
 
 class _ZeroState(EngineState):
     """Common part of stages 1 to 3: flat fp32 buffers, stepped by the optimizer inside the ZeRO optimizer."""
 
     def __init__(self, engine: Any, scale: LossScale | None) -> None:
-        super().__init__(engine.optimizer.optimizer, scale)
-        self.zero = engine.optimizer
         self.placed = {parameter: placement_of(name, parameter)
                        for name, parameter in engine.module.named_parameters()}
+        super().__init__(engine.optimizer.optimizer, scale, [
+            self._place_frozen(parameter, at) for parameter, at in self.placed.items()
+            if not parameter.requires_grad])
+        self.zero = engine.optimizer
         self.shapes = {at.name: at.shape for at in self.placed.values()}
+
+    @abstractmethod
+    def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
+        """Return this rank's part of a frozen parameter."""
 
     def _slice_flat(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
                     numel: int) -> Iterator[Slice]:
@@ -195,6 +209,13 @@ class _ZeroState(EngineState):
 
 class _PartitionedOptimizer(_ZeroState):
     """State of stages 1 and 2: one flat buffer per parameter group, partitioned evenly over the ranks."""
+
+    def __init__(self, engine: Any, rank: int, world_size: int, scale: LossScale | None) -> None:
+        self._replica = rank, world_size
+        super().__init__(engine, scale)
+
+    def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
+        return Frozen(at, parameter, 0, *self._replica)
 
     @property
     def _groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
@@ -231,8 +252,18 @@ class _PartitionedParameters(_ZeroState):
     """
 
     def __init__(self, engine: Any, rank: int, scale: LossScale | None) -> None:
-        super().__init__(engine, scale)
         self._rank = rank
+        super().__init__(engine, scale)
+
+    def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
+        start, numel = self._part_of(parameter)
+        return Frozen(at, parameter.ds_tensor[:numel], start, 0, 1)
+
+    def _part_of(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
+        """Return the start and the number of this rank's elements of a parameter, without padding."""
+        size = parameter.partition_numel()
+        start = min(size * self._rank, parameter.ds_numel)
+        return start, min(size, parameter.ds_numel - start)
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
         for number in range(len(self.zero.fp16_groups)):
@@ -247,12 +278,10 @@ class _PartitionedParameters(_ZeroState):
     def _sub_group(self, number: int, tensors: dict[str, torch.Tensor]) -> Iterator[Slice]:
         offset = 0
         for parameter in self.zero.fp16_groups[number]:
-            size = parameter.partition_numel()
-            start = size * self._rank
-            numel = min(size, parameter.ds_numel - start)
-            if numel > 0:
+            start, numel = self._part_of(parameter)
+            if numel:
                 yield from self._slice_flat(parameter, start, tensors, offset, numel)
-            offset += size
+            offset += parameter.partition_numel()
 
     def stepped(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
         """Yield each sub-group's partition."""

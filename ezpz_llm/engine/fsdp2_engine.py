@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +15,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
+from ezpz_llm.dist.private_names import tree_leaves
 from ezpz_llm.engine.gradients import sharded_norm_and_clip
 from ezpz_llm.engine.masters import MasterWeights
-from ezpz_llm.engine.optimizer_state import Access, EngineState, MakeOptimizer, Slice
+from ezpz_llm.engine.optimizer_state import Access, EngineState, Frozen, MakeOptimizer, Slice
 from ezpz_llm.engine.precision import LossScale, gradient_dtype, parameter_dtype
 from ezpz_llm.engine.sharded_start import fill_rows, first_element
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import Block
-from ezpz_llm.model.parameters import whole_box
+from ezpz_llm.model.parameters import Placement, whole_box
 
 
 class Fsdp2Engine(TorchEngine):
@@ -35,7 +38,7 @@ class Fsdp2Engine(TorchEngine):
     group, then gradients are averaged across groups.
 
     Raises:
-        UserError: this torch's fully_shard is incorrect on CPU, or a parameter is a scalar.
+        UserError: this torch's fully_shard is incorrect on CPU.
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
@@ -47,9 +50,6 @@ class Fsdp2Engine(TorchEngine):
                                       cast_forward_inputs=False) if has_masters else MixedPrecisionPolicy()
         self._reduces_each = has_masters
         names = {parameter: name for name, parameter in model.named_parameters()}
-        if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
-            raise UserError(f"fully_shard shards rows, but the parameter {scalars[0]} is a scalar",
-                            where="layout fsdp2", instead="reshape it to (1,), or use --ds-config zero3")
         dist.ensure_group()
         rank, size = dist.mesh.place("dp", "sp")
         within = min(resolved.layout.zero.shard_within or size, size)
@@ -63,8 +63,11 @@ class Fsdp2Engine(TorchEngine):
                                          torch.arange(size).view(-1, within), mesh_dim_names=("across", "within"))
         # Each unit is gathered separately. Parameters outside of units, such as a tied embedding, stay gathered for
         # the whole pass.
+        module_names = {module: name for name, module in model.named_modules()}
         for block in units(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
+            if not isinstance(block, Block):
+                block.register_forward_hook(partial(_check_output, module_names[block]))
         fully_shard(model, mesh=mesh, mp_policy=policy)
         if dist.device.type == "cpu":
             _sum_and_divide(model)
@@ -124,6 +127,18 @@ def units(model: nn.Module) -> list[nn.Module]:
     return members
 
 
+def _check_output(name: str, block: nn.Module, inputs: Any, output: Any) -> None:
+    """Check that fully_shard finds a tensor in the output of unit `name`, where the unit's backward pass starts.
+
+    Raises:
+        UserError: it does not, for example because the output is an object of a user's class.
+    """
+    if not any(isinstance(leaf, Tensor) or is_dataclass(leaf) for leaf in tree_leaves(output)):
+        raise UserError(f"{name} returns a {type(output).__name__}, in which fully_shard finds no tensor",
+                        where="layout fsdp2",
+                        instead="return a tensor, tuple, list, dict or dataclass, or use zero3")
+
+
 def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
@@ -161,8 +176,13 @@ class _FsdpState(EngineState):
     def __init__(self, module: torch.nn.Module, rows: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]],
                  optimizer: torch.optim.Optimizer, place: tuple[int, int], copy: tuple[int, int],
                  scale: LossScale | None) -> None:
-        super().__init__(optimizer, scale)
-        self.module, self.rows, self.shapes = module, rows, shapes
+        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        super().__init__(optimizer, scale, [
+            Frozen(Placement(name, shapes[name], (whole_box(shapes[name]),)), part,
+                   first_element(shapes[name], *place), *copy)
+            for name, part in rows.items() if not trained[name]])
+        self.module, self.shapes = module, shapes
+        self.rows = {name: part for name, part in rows.items() if trained[name]}
         self.place, self.copy = place, copy
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:

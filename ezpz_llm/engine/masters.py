@@ -54,7 +54,7 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
             peers: number of ranks in the group.
             reduced: dtype of the gradient reduction.
         """
-        parameters = list(dict.fromkeys(model.parameters()))
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._masters = {parameter: parameter.detach().clone() for parameter in parameters}
         self._group, self._share = group, 1.0 / peers
         self.reduces = True
@@ -62,8 +62,9 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
         self._buckets = list(_buckets(reversed(parameters), self._masters, reduced))
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._first = self._next = 0 if peers > 1 else len(self._buckets)
-        for parameter in parameters:
+        for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+        for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -68,25 +69,43 @@ def slice_placement(at: Placement, start: int, stop: int, tensors: dict[str, tor
         offset = end
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """Part of a frozen parameter that this rank holds: elements from `start` of its box, in any dtype.
+
+    Attributes:
+        replica, replicas: as in `Slice`.
+    """
+
+    at: Placement
+    tensor: torch.Tensor
+    start: int
+    replica: int
+    replicas: int
+
+
 class EngineState(ABC):
     """Training state of an engine on this rank, with the plain model's parameter names.
 
     Args:
         optimizer: the optimizer that steps the tensors; the innermost one if optimizers are nested.
         scale: the loss scale of fp16, if any.
+        frozen: parameters that are not trained.
     """
 
     shapes: dict[str, tuple[int, ...]]
     """Global shape of every parameter, tied parameters once, the same on all ranks."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scale: LossScale | None) -> None:
-        self.optimizer, self.scale = optimizer, scale
+    def __init__(self, optimizer: torch.optim.Optimizer, scale: LossScale | None,
+                 frozen: Sequence[Frozen] = ()) -> None:
+        self.optimizer, self.scale, self._frozen = optimizer, scale, frozen
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
-        """Kinds of tensors in the slices of each parameter: its fp32 master weight and the optimizer's state."""
-        spec = _spec_of(self.optimizer)
-        return {name: ("weight", *spec.state_of(name, shape)) for name, shape in self.shapes.items()}
+        """Kinds of tensors in the slices of each parameter: its weight and, unless frozen, optimizer state."""
+        spec, frozen = _spec_of(self.optimizer), {part.at.name for part in self._frozen}
+        return {name: ("weight",) if name in frozen else ("weight", *spec.state_of(name, shape))
+                for name, shape in self.shapes.items()}
 
     def slices(self) -> Iterable[Slice]:
         """Yield all slices of this rank. Call it only between steps.
@@ -95,11 +114,20 @@ class EngineState(ABC):
         than fp32, the tensors of a slice are valid only until the next slice is requested; data written to them by
         then is kept.
         """
-        return self._slices(_materialized)
+        return chain(self._slices(_materialized), self._frozen_slices(in_fp32=True))
 
     def raw_slices(self) -> Iterable[Slice]:
         """Yield the same slices with tensors as stored: none for state in files, no fp32 copies of 8-bit state."""
-        return self._slices(raw)
+        return chain(self._slices(raw), self._frozen_slices(in_fp32=False))
+
+    def _frozen_slices(self, in_fp32: bool) -> Iterator[Slice]:
+        for part in self._frozen:
+            stored = part.tensor.detach().view(-1)
+            values = stored.float() if in_fp32 else stored
+            yield from slice_placement(part.at, part.start, part.start + stored.numel(), {"weight": values},
+                                       part.replica, part.replicas)
+            if values is not stored:
+                stored.copy_(values)
 
     @abstractmethod
     def _slices(self, tensors_of: Access) -> Iterable[Slice]:
@@ -262,11 +290,13 @@ class TorchState(EngineState):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int,
                  scale: LossScale | None, masters: MasterWeights | None = None) -> None:
-        super().__init__(optimizer, scale)
+        placed = [(parameter, placement_of(name, parameter)) for name, parameter in module.named_parameters()]
+        super().__init__(optimizer, scale, [Frozen(at, parameter, 0, rank, world_size)
+                                            for parameter, at in placed if not parameter.requires_grad])
         self.masters = masters
-        self.placed = [(parameter if masters is None else masters[parameter], placement_of(name, parameter))
-                       for name, parameter in module.named_parameters()]
-        self.shapes = {at.name: at.shape for _, at in self.placed}
+        self.placed = [(parameter if masters is None else masters[parameter], at)
+                       for parameter, at in placed if parameter.requires_grad]
+        self.shapes = {at.name: at.shape for _, at in placed}
         self.rank, self.world_size = rank, world_size
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.gradients import norm_and_clip
@@ -41,9 +42,10 @@ class TorchEngine(MicroStepEngine):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self._mesh.size("dp", "sp") == 1 or self.masters is not None:
             return model
+        # All ranks already have the same values, and DDP cannot broadcast buffers of some dtypes, such as int16.
         wrapped = DistributedDataParallel(
             model, device_ids=None if self.device.index is None else [self.device.index],
-            process_group=self._mesh.group("dp", "sp"), gradient_as_bucket_view=True)
+            process_group=self._mesh.group("dp", "sp"), gradient_as_bucket_view=True, init_sync=False)
         # No other layout broadcasts rank 0's buffers before each pass. The argument is deprecated since torch 2.13;
         # the attribute exists in every version.
         wrapped.broadcast_buffers = False
@@ -56,7 +58,14 @@ class TorchEngine(MicroStepEngine):
             self._wrapped.require_backward_grad_sync = last_micro_step
         elif self.masters is not None:
             self.masters.reduces = last_micro_step
-        return self._wrapped(*inputs, **named)
+        try:
+            return self._wrapped(*inputs, **named)
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise UserError("the loss of the last micro-batch does not depend on every parameter",
+                            where="layout ddp", instead="a loss that does, or zero1, which uses zero as a missing "
+                                                        "gradient") from error
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the micro-batch's gradients, divided by the accumulation steps, times the loss scale."""

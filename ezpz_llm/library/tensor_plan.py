@@ -50,7 +50,7 @@ def shard_model(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup |
         elif style == _BY_INPUTS:
             _shard_inputs(model, name, module, group, share)
         elif style == _SUMMED:
-            for parameter in module.parameters():
+            for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
                 parameter.register_hook(lambda gradient: summed(gradient, group).to(gradient.dtype))
 
 

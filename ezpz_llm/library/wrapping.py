@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.checkpoint.reader import load_newest
 from ezpz_llm.checkpoint.saver import save
 from ezpz_llm.checkpoint.state import Progress
-from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine import running_statistics
 from ezpz_llm.engine.base import MicroStepEngine
@@ -26,6 +25,12 @@ from ezpz_llm.engine.build import put_in_engine
 from ezpz_llm.engine.precision import parameter_dtype
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import DEFAULT
+from ezpz_llm.library.initial_state import (
+    broadcast_values,
+    check_optimizer,
+    check_parameters,
+    convert_parameters,
+)
 from ezpz_llm.library.run import Run, current
 from ezpz_llm.library.tensor_plan import shard_model
 from ezpz_llm.model.tensor_parallel import Share
@@ -141,7 +146,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Pa
 
     Args:
         model: any module, on any device.
-        optimizer: a torch optimizer of all parameters of the model, before its first step.
+        optimizer: a torch optimizer of all parameters of the model that are not frozen, before its first step.
         ds_config: name from ds_configs/ (ddp, fsdp2, zero0 to zero3, zero3_offload_all, …) or a file. Precision,
             batch and clipping are taken from it; the default precision is fp32.
         micro_batch: samples in a micro-batch of a rank, for DeepSpeed's records.
@@ -167,8 +172,10 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
         precision="fp32", device=run.device.type, default_micro_batch=1, sources={"precision": DEFAULT})))
     plan = tp_plan or getattr(model, "tp_plan", None) or {}
     _check_layout(resolved, run, plan)
-    _check_optimizer(model, optimizer)
-    _broadcast_weights(model, run.dist)
+    check_optimizer(model, optimizer)
+    check_parameters(model, resolved.layout)
+    convert_parameters(model)
+    broadcast_values(model, run.dist)
     run.dist.arrange(tp=resolved.layout.tp)
     if resolved.layout.tp > 1:
         shard_model(model, plan, run.mesh.group("tp"), Share(run.mesh.tp_rank, run.mesh.tp_size))
@@ -186,7 +193,8 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
 
     with run.clock.span("set-up"):
         engine = put_in_engine(model, resolved, run.dist,
-                               [{"params": list(group["params"])} for group in optimizer.param_groups],
+                               [{"params": [parameter for parameter in group["params"] if parameter.requires_grad]}
+                                for group in optimizer.param_groups],
                                make_optimizer)
     assert isinstance(engine, MicroStepEngine)
     wrapped = Wrapped(run, engine, optimizer, parameter_dtype(resolved.precision))
@@ -219,45 +227,6 @@ def _check_layout(resolved: Resolved, run: Run, plan: Mapping[str, str]) -> None
     if run.models and layout.tp != run.mesh.tp_size:
         raise UserError(f"tp {layout.tp} differs from tp {run.mesh.tp_size} of another model of the run",
                         where="ezpz_llm.wrap", instead="the same tp for all models of a run")
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer has exactly the model's parameters, and no state.
-
-    Raises:
-        UserError: the parameters differ, a parameter is frozen, or the optimizer has state.
-    """
-    where = "ezpz_llm.wrap"
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            raise UserError(f"the parameter {name} is frozen (requires_grad is False)", where=where,
-                            instead="requires_grad True in a separate parameter group with lr 0")
-        if parameter not in optimized:
-            raise UserError(f"the optimizer does not have the parameter {name}, which would never change",
-                            where=where, instead="an optimizer of model.parameters()")
-    if optimized - set(model.parameters()):
-        raise UserError("the optimizer has parameters that do not belong to the model", where=where,
-                        instead="a model and an optimizer for each call of wrap")
-    if optimizer.state:
-        raise UserError("the optimizer has already taken a step", where=where,
-                        instead="call wrap before the first step, and load_checkpoint to restore state")
-
-
-def _broadcast_weights(model: nn.Module, dist: Dist) -> None:
-    """Broadcast the parameters and buffers of rank 0."""
-    if dist.world_size == 1:
-        return
-    for tensor in _tensors(model):
-        device_tensor = tensor.to(dist.device)
-        torch.distributed.broadcast(device_tensor, src=0)
-        if device_tensor is not tensor:
-            tensor.copy_(device_tensor)
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from (parameter.detach() for parameter in model.parameters())
-    yield from model.buffers()
 
 
 def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:

@@ -1,8 +1,8 @@
 """Run by several ranks: wrap models written without layouts, and compare each run with a plain one-process loop.
 
 Usage: mpiexec -n 2 python3 library_ranks.py FOLDER RUN…, a RUN being MODEL:LAYOUT, or MODEL:LAYOUT:LAYOUT, where
-the second layout resumes from a checkpoint of the first after half of the steps. A layout is a name, or hpz; a
-suffix +bf16 is the precision (default: fp32).
+the second layout resumes from a checkpoint of the first after half of the steps. MODEL is a key of TRAININGS. A
+layout is a name, or hpz; a suffix +bf16 or +bf16_autocast is the precision (default: fp32).
 """
 
 from __future__ import annotations
@@ -13,113 +13,77 @@ import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
+from library_models import TRAININGS as USUAL, Batch
 from safetensors import safe_open
 from torch import Tensor, nn
+from unusual_models import UNUSUAL
 
 import ezpz_llm
 from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.reader import fill
 from ezpz_llm.model.parameters import whole_box
 
+TRAININGS = {**USUAL, **UNUSUAL}
 STEPS, ACCUMULATION, BATCH, CLIP = 6, 2, 4, 0.5
 """Steps, micro-batches in a step, samples in a micro-batch over all ranks, and the clipping threshold."""
+AUTOCAST = "bf16_autocast"
+AUTOCAST_LR = AUTOCAST_EPS = 10 * CLIP
+"""Learning rate and epsilon of AdamW under autocast.
+
+An element of a clipped gradient is at most a tenth of this epsilon. So AdamW divides it by epsilon up to a tenth,
+and the relative error of an update is at most 1.1 times that of the gradients.
+"""
 
 
-class TwoLosses(nn.Module):
-    """MLP with its trunk in a ModuleList, a keyword-only input, and two outputs: logits and a reconstruction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8)) for _ in range(3))
-        self.head, self.back = nn.Linear(8, 5), nn.Linear(8, 8)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, *, x: Tensor) -> dict[str, Tensor]:
-        for layer in self.trunk:
-            x = x + layer(x)
-        return {"logits": self.head(x), "back": self.back(x)}
+def precision_of(layout: str) -> str:
+    return layout.partition("+")[2] or "fp32"
 
 
-class Convolutions(nn.Module):
-    """Convolutions with GroupNorm, for 1 x 8 x 8 images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.GroupNorm(3, 6), nn.GELU(),
-                                    nn.Conv2d(6, 9, 3, stride=2), nn.GroupNorm(3, 9), nn.GELU(),
-                                    nn.Flatten(), nn.Linear(81, 5))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.layers(x)}
+def micro_batch(kind: str, step: int, number: int, part: int = 0, parts: int = 1) -> Batch:
+    """Return a part of a micro-batch."""
+    batch = TRAININGS[kind].batch(torch.Generator().manual_seed(100 * step + number), BATCH)
+    return {name: tensor.chunk(parts)[part] for name, tensor in batch.items()}
 
 
-class RunningStatistics(nn.Module):
-    """Convolutions with BatchNorm (so without biases), for the same images, passed in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.GELU(),
-                                    nn.Conv2d(6, 9, 3, stride=2, bias=False), nn.BatchNorm2d(9), nn.GELU(),
-                                    nn.Flatten(), nn.Linear(81, 5))
-
-    def forward(self, batch: dict[str, list[tuple[Tensor, int]]]) -> dict[str, Tensor]:
-        ((pictures, _),) = batch["pictures"]
-        return {"logits": self.layers(pictures)}
-
-
-MODELS = {"mlp": (TwoLosses, (8,)), "conv": (Convolutions, (1, 8, 8)), "norm": (RunningStatistics, (1, 8, 8))}
-
-
-def micro_batch(kind: str, step: int, number: int) -> tuple[Tensor, Tensor]:
-    """Return the inputs and classes of all ranks."""
-    generator = torch.Generator().manual_seed(100 * step + number)
-    x = torch.randn(BATCH, *MODELS[kind][1], generator=generator)
-    return x, torch.randint(5, (BATCH,), generator=generator)
-
-
-def loss_of(kind: str, given: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.functional.cross_entropy(given["logits"], y)
-    return loss + nn.functional.mse_loss(given["back"], x) if kind == "mlp" else loss
-
-
-def called(kind: str, model: object, x: Tensor) -> dict[str, Tensor]:
-    assert callable(model)
-    if kind == "norm":
-        return model({"pictures": [(x, 0)]})
-    return model(x=x) if kind == "mlp" else model(x)
-
-
-def made(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def made(kind: str, seed: int,
+         precision: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Build a model, an AdamW with two parameter groups, and a learning rate schedule."""
     torch.manual_seed(seed)
-    model: nn.Module = MODELS[kind][0]()
+    model = TRAININGS[kind].module()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1},
-                                   {"params": others, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-2)
+    lr, eps = (AUTOCAST_LR, AUTOCAST_EPS) if precision == AUTOCAST else (TRAININGS[kind].lr, TRAININGS[kind].eps)
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 1e-3 / lr},
+                                   {"params": others, "weight_decay": 0.0, "lr": lr / 5}], lr=lr, eps=eps)
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-def one_process(kind: str, ranks: int) -> tuple[nn.Module, list[float], list[float]]:
+def one_process(kind: str, ranks: int, precision: str) -> tuple[nn.Module, list[float], list[float]]:
     """Return the model, losses and gradient norms of a plain loop over the whole batches.
 
-    With BatchNorm, the batch is split as over ranks. Each part has its own running statistics, which are averaged
-    after each step.
+    If the model mixes samples, the batch is split as over ranks. Each part has its own running statistics, which
+    are averaged after each step.
     """
-    model, optimizer, schedule = made(kind, seed=0)
-    parts = ranks if kind == "norm" else 1
+    model, optimizer, schedule = made(kind, 0, precision)
+    parts = ranks if TRAININGS[kind].mixes_samples else 1
     running = [statistics(model) for _ in range(parts)]
     losses, norms = [], []
+
+    def autocast_model(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == AUTOCAST):
+            return model(*inputs, **named)
+
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
         for number in range(ACCUMULATION):
-            inputs, classes = micro_batch(kind, step, number)
-            for part, (x, y) in enumerate(zip(inputs.chunk(parts), classes.chunk(parts), strict=True)):
+            for part in range(parts):
                 model.load_state_dict(running[part], strict=False)
-                loss = loss_of(kind, called(kind, model, x), x, y) / ACCUMULATION / parts
+                batch = micro_batch(kind, step, number, part, parts)
+                loss = TRAININGS[kind].loss(autocast_model, batch) / ACCUMULATION / parts
                 loss.backward()
                 total += loss.item()
                 running[part] = statistics(model)
@@ -143,11 +107,14 @@ def ds_config(folder: Path, name: str) -> str:
     if base != "hpz" and not precision:
         return base
     values: dict[str, object] = {}
-    if precision:
+    if precision == "bf16":
         values = {precision: {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
                   "communication_data_type": "fp32"}
+    elif precision:
+        values = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     if base in ("ddp", "fsdp2"):
-        values = {precision: {"enabled": True}, "ezpz_llm": {"engine": base}}
+        values = {key: values[key] for key in ("bf16", "torch_autocast") if key in values}
+        values["ezpz_llm"] = {"engine": base}
     elif base == "hpz":
         values["zero_optimization"] = {"stage": 3, "zero_hpz_partition_size": 2}
     else:
@@ -159,17 +126,18 @@ def ds_config(folder: Path, name: str) -> str:
     return str(path)
 
 
-def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], tag: int) -> tuple[Path, list[float], list[float]]:
+def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], folder: Path,
+            tag: int) -> tuple[Path, list[float], list[float]]:
     """Train under one or two layouts. Return the last checkpoint, losses and gradient norms."""
-    losses, norms, done, folder = [], [], 0, None
+    losses, norms, done, saved_in = [], [], 0, None
     ends = [STEPS // 2, STEPS] if len(layouts) == 2 else [STEPS]
     for layout, end in zip(layouts, ends, strict=True):
         # Rank 1 gets a different seed, to check that rank 0's initial weights are used.
-        model, optimizer, schedule = made(kind, seed=0 if not done else 5 + run.rank)
-        engine = ezpz_llm.wrap(model, optimizer, layout, micro_batch=BATCH // run.world_size,
+        model, optimizer, schedule = made(kind, 0 if not done else 5 + run.rank, precision_of(layout))
+        engine = ezpz_llm.wrap(model, optimizer, ds_config(folder, layout), micro_batch=BATCH // run.world_size,
                                accumulation=ACCUMULATION, clip=CLIP)
-        if folder is not None:
-            state = ezpz_llm.load_checkpoint(engine, folder)
+        if saved_in is not None:
+            state = ezpz_llm.load_checkpoint(engine, saved_in)
             assert state is not None
             assert (state["mine"], state["layout"]) == ({"step": done}, "the script's")
             schedule.last_epoch = done
@@ -178,8 +146,7 @@ def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], tag: int) -> tuple
         for step in range(done, end):
             total = 0.0
             for number in range(ACCUMULATION):
-                x, y = (part.chunk(run.world_size)[run.rank] for part in micro_batch(kind, step, number))
-                loss = loss_of(kind, called(kind, engine, x), x, y)
+                loss = TRAININGS[kind].loss(engine, micro_batch(kind, step, number, run.rank, run.world_size))
                 engine.backward(loss)
                 assert (engine.step() is None) == (number < ACCUMULATION - 1)
                 total += loss.item() / ACCUMULATION
@@ -189,16 +156,16 @@ def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], tag: int) -> tuple
             losses.append(mean.item() / run.world_size)
             assert engine.grad_norm is not None
             norms.append(float(engine.grad_norm))
-        if kind == "mlp":
+        if hasattr(engine.module, "seen"):
             assert isinstance(engine.module.seen, Tensor)
             engine.module.seen += 1
         done = end
-        folder = ezpz_llm.save_checkpoint(engine, 100 * tag + done, mine={"step": done}, layout="the script's")
+        saved_in = ezpz_llm.save_checkpoint(engine, 100 * tag + done, mine={"step": done}, layout="the script's")
         with torch.no_grad():
-            called(kind, engine.eval(), micro_batch(kind, 0, 0)[0])
+            TRAININGS[kind].loss(engine.eval(), micro_batch(kind, 0, 0))
         run.models.clear()
-    assert folder is not None
-    return folder, losses, norms
+    assert saved_in is not None
+    return saved_in, losses, norms
 
 
 def saved(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -215,9 +182,18 @@ def saved(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
                          for name in first.keys() if name.startswith("buffer/")}  # noqa: SIM118
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    """Return the relative error in the 2-norm."""
-    return ((found - expected).norm() / expected.norm()).item()
+def apart(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Return the error in the 2-norm relative to `expected`, or to elements of `least` if their norm is larger."""
+    return ((found - expected).norm() / expected.norm().clamp(min=least * math.sqrt(found.numel()))).item()
+
+
+def rounded(weight: Tensor, layout: str) -> Tensor:
+    """Return a weight as stored in the layout's precision."""
+    return weight.detach().to(torch.bfloat16 if precision_of(layout) == "bf16" else torch.float32).float()
+
+
+def flat(tensors: dict[str, Tensor], order: list[str]) -> Tensor:
+    return torch.cat([tensors[name].detach().flatten() for name in order])
 
 
 def main() -> None:
@@ -226,15 +202,22 @@ def main() -> None:
     with ezpz_llm.setup(device="cpu", run_dir=folder / "run") as run:
         for tag, name in enumerate(runs, 1):
             kind, *layouts = name.split(":")
-            first = dict(made(kind, seed=0)[0].named_parameters())
-            model, losses, norms = one_process(kind, run.world_size)
+            precision = AUTOCAST if precision_of(layouts[0]) == AUTOCAST else "fp32"
+            first = dict(made(kind, 0, precision)[0].named_parameters())
+            model, losses, norms = one_process(kind, run.world_size, precision)
             expected = {key: parameter.detach() for key, parameter in model.named_parameters()}
-            end, our_losses, our_norms = wrapped(run, kind, [ds_config(folder, layout) for layout in layouts], tag)
+            end, our_losses, our_norms = wrapped(run, kind, layouts, folder, tag)
             weights, buffers = saved(end)
             assert weights.keys() == expected.keys()
+            # A bias that starts at zero has only the digits of its steps: measure it relative to a full step.
+            least = {key: TRAININGS[kind].lr / (1 if value.dim() > 1 else 5) for key, value in expected.items()}
+            before, after, ours = (flat(tensors, list(expected)) for tensors in (first, expected, weights))
             results[name] = {
-                "weights": max(apart(weights[key], value) for key, value in expected.items()),
-                "moved": min(apart(value, expected[key]) for key, value in first.items()),
+                "weights": max(apart(weights[key], value, least[key]) for key, value in expected.items()),
+                "moved": min(apart(value, expected[key]) for key, value in first.items() if value.requires_grad),
+                "change": apart(ours - before, after - before),
+                "frozen": max((apart(weights[key], rounded(value, layouts[0])) for key, value in first.items()
+                               if not value.requires_grad), default=None),
                 "losses": max(abs(a - b) for a, b in zip(losses, our_losses, strict=True)),
                 "norms": max(abs(a - b) / b for a, b in zip(our_norms, norms, strict=True)),
                 "statistics": max((apart(buffers[key], value) for key, value in statistics(model).items()),

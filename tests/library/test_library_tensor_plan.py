@@ -65,3 +65,9 @@ def test_invalid_plans(plan: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as error:
         shard_model(module, plan, None, Share(0, 2))
     assert message in error.value.found
+
+
+def test_norms_in_the_plan_may_be_frozen() -> None:
+    module = model().requires_grad_(False)
+    shard_model(module, PLAN, None, Share(0, 2))
+    assert not any(parameter.requires_grad for parameter in module.parameters())
