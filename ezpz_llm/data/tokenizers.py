@@ -66,6 +66,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Return ids, 1-d, of an unsigned type, without adding or interpreting end-of-text."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD."""
 
@@ -84,6 +87,9 @@ class _CutBetweenWords:
 
     def encode_rest(self, text: str) -> np.ndarray:
         return self.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def encode(self, text: str) -> np.ndarray:
         raise NotImplementedError

@@ -237,6 +237,19 @@ def test_byte_order_marks_are_dropped_and_counted(tmp_path: Path, capsys: pytest
     assert "dropped 4 byte-order marks at the start of files" in capsys.readouterr().err
 
 
+def test_uncommon_json_lines(tmp_path: Path) -> None:
+    """Lines that only Python's parser accepts, and their errors."""
+    content = ['{"text": "a\\ud800b"}', "\u00a0", '{"text": "c", "score": NaN}', '{"text": "\\ud83d\\ude00"}',
+               '{"text": "d", "score": 1e999}', '{"text": "x", "text": "e"}', '{"tags": [["["]], "text": "f"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(content))
+    assert tokens_of(tmp_path / "a.jsonl") == tokens("a\ufffdb", "c", "\N{GRINNING FACE}", "d", "e", "f")
+    for line, message in (('{"text": "a", "tags": ' + 101 * "[" + 101 * "]" + "}", "nested more than 100"),
+                          ("\ufeff" + '{"text": "a"}', "Expecting value"), ('{"text": "a"} b', "Extra data")):
+        (tmp_path / "b.jsonl").write_text('{"text": "a"}\n' + line)
+        with pytest.raises(UserError, match=f"line 2 is not JSON: .*{message}"):
+            tokens_of(tmp_path / "b.jsonl")
+
+
 def test_special_files_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "folder"

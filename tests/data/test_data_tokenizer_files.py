@@ -51,6 +51,18 @@ def test_text_in_many_pieces_has_the_same_ids_as_in_the_library(tmp_path: Path, 
     np.testing.assert_array_equal(all_ids(folder), [id_ for line in lines for id_ in (end, *own_ids(file, line))])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batch_has_the_same_ids_as_each_text(family: str) -> None:
+    file = trained(family)
+    tokenizer = load(file)
+    texts = [mixed_text(size, size) for size in (1, 30, 5000)] + ["", " a", "<|endoftext|>", "</s>", "a\0b"]
+    for batch in ([], texts, [*texts, "a\ud800b"]):  # a lone surrogate, which the libraries reject
+        ids = tokenizer.encode_batch(batch)
+        assert [part.dtype for part in ids] == [np.uint32] * len(batch)
+        expected = [own_ids(file, text.replace("\ud800", "\ufffd")) for text in batch]
+        assert [part.tolist() for part in ids] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_10_mb_of_mixed_scripts(tmp_path: Path, family: str) -> None:
