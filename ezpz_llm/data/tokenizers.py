@@ -292,10 +292,11 @@ def _code_points(text: str) -> np.ndarray:
 _STATE = "state.json"
 _OTHER_FILES = {"vocab.txt": "WordPiece (vocab.txt)",
                 "merges.txt": "BPE (vocab.json and merges.txt, without a tokenizer.json)",
-                "tekken.json": "Tekken (tekken.json)"}
+                "tekken.json": "Tekken (tekken.json)", "qwen.tiktoken": "tiktoken (qwen.tiktoken)"}
 _MAX_BYTES = 256 << 20
 """Size limit of a manifest."""
-_ACCEPTED = "a tokenizer.json, a SentencePiece *.model, or a folder with one of them, token shards or a checkpoint"
+_ACCEPTED = ("a tokenizer.json, a SentencePiece *.model, Llama 3's tokenizer.model, or a folder with one of them, "
+             "token shards or a checkpoint")
 
 
 @dataclass(frozen=True)
