@@ -121,8 +121,6 @@ def read_json_lines(path: Path, most_line: int = _MAX_LINE_BYTES) -> Iterator[di
         UserError: the file cannot be read, or a line is not a JSON object or exceeds the limits. The message names
             the line number.
     """
-    import msgspec  # several times as fast as the json module, for files with a million lines
-
     with open_regular(path) as file:
         try:
             for number, line in enumerate(iter(lambda: file.readline(most_line + 1), b""), 1):
@@ -131,12 +129,8 @@ def read_json_lines(path: Path, most_line: int = _MAX_LINE_BYTES) -> Iterator[di
                                     instead=_REMOVE_LINE)
                 if not line.endswith(b"\n"):
                     return
-                try:
-                    value = msgspec.json.decode(line)
-                    is_plain = isinstance(value, dict) and line.count(b"[") + line.count(b"{") <= _MAX_DEPTH
-                except (ValueError, RecursionError):  # a blank line, NaN, or invalid JSON: distinguished below
-                    is_plain = False
-                if not is_plain:
+                value = parse_plain_json(line)
+                if not isinstance(value, dict):
                     if not line.strip():
                         continue
                     where = f"{path}, line {number}"
@@ -209,6 +203,23 @@ def parse_json(text: str | bytes, where: str, most: int = MAX_BYTES, *, strict: 
     if len(text) > most:
         raise UserError(f"this is larger than {_size(most)}", where=where)
     return _parsed(text, where, _DECODER if strict else _LENIENT, None)
+
+
+def parse_plain_json(text: bytes) -> Any:
+    """Return the content of common JSON, or None if only `parse_json` can parse or reject it.
+
+    Several times as fast as `parse_json`, for files with millions of lines. Strings in the result have no lone
+    surrogates.
+    """
+    import msgspec
+
+    try:
+        value = msgspec.json.decode(text)
+    except (ValueError, RecursionError):  # blank, NaN, a lone surrogate, or invalid JSON or UTF-8
+        return None
+    if isinstance(value, dict) and not any(isinstance(member, (dict, list)) for member in value.values()):
+        return value  # without counting brackets in a long text
+    return value if text.count(b"[") + text.count(b"{") <= _MAX_DEPTH else None
 
 
 def first_json(text: str, at: int) -> tuple[Any, int]:

@@ -31,8 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("corpus", metavar="CORPUS",
                      help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a Hugging Face data set) "
                           "or a path: a text, JSON lines or parquet file (plain, gzip or zstd), a folder of such "
-                          "files, a folder of build-nanogpt or nanoGPT shards, or X for Megatron's X.bin and "
-                          "X.idx. To mix several, pass weights: A=0.7,B=0.3")
+                          "files, a folder of build-nanogpt, nanoGPT or llm.c shards, or X for Megatron's X.bin "
+                          "and X.idx. To mix several, pass weights: A=0.7,B=0.3")
     add.add_argument("--tokenizer", metavar="T",
                      help="bytes, char, gpt2, a tokenizer.json, a SentencePiece *.model, or a folder with a "
                           "tokenizer: a model, token shards or a checkpoint (default: char for shakespeare, gpt2 "

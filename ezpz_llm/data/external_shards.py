@@ -1,7 +1,8 @@
 """Shards written by other programs, read in place; a manifest with counts and hashes is kept in the cache.
 
     build-nanogpt    NAME_train_000001.npy …, NAME_val_000000.npy …: uint16, gpt2
-    nanoGPT          train.bin, val.bin: uint16, gpt2; or characters, if there is a meta.pkl
+    nanoGPT          train.bin, val.bin: uint16 or the declared type, gpt2; or characters, if there is a meta.pkl
+    llm.c            NAME_train_000001.bin …, NAME_val_000000.bin …: uint16 or uint32 by their header, gpt2
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,16 +23,25 @@ from ezpz_llm.data.corpora import cached_folder
 from ezpz_llm.data.downloads import print_to_stderr, progress, reading
 from ezpz_llm.data.file_signatures import check_tokens
 from ezpz_llm.data.manifest import COUNTS, FORMAT, TRAIN, VAL, Manifest, Shard, Source, Split, Splits
+from ezpz_llm.data.nanogpt_meta import META_JSON, META_PKL, NanogptMeta, read_meta
 from ezpz_llm.data.shards import open_npy
-from ezpz_llm.data.token_width import CHECKED_TOKENS, check_uint16, other_type_advice, pieces
+from ezpz_llm.data.token_width import (
+    CHECKED_TOKENS,
+    LLM_C_HEADER_BYTES,
+    check_llm_c_size,
+    check_width,
+    find_llm_c_dtype,
+    other_type_advice,
+    pieces,
+)
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose_tokenizer, to_entry
 
 # The split must be a separate component of the name: "eval" is not "val".
-_NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.npy")
-_META = "meta.pkl"
+_NAME = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.(npy|bin)")
 _DEFAULT_TOKENIZER = "gpt2"
+_COPY_AGAIN = "copy or download that file again"
 _TOKENS_AT_ONCE = 8 << 20
 
 
@@ -44,19 +52,20 @@ class ExternalShards:
     Attributes:
         written_by: name of the program.
         splits: files of each split, in order.
+        tokenizer: None for the default.
     """
 
     folder: Path
     written_by: str
     splits: dict[str, tuple[Path, ...]]
     tokenizer: Choice | None
+    meta: NanogptMeta
 
     @property
     def fingerprint(self) -> str:
         """Hash of the folder's path, the files' names, sizes and timestamps, and the requested tokenizer."""
         files = [path for paths in self.splits.values() for path in paths]
-        if (self.folder / _META).is_file():
-            files.append(self.folder / _META)
+        files += [self.folder / name for name in (META_PKL, META_JSON) if (self.folder / name).is_file()]
         with reading(self.folder):
             stats = [(path.name, path.stat()) for path in files]
         # The table of "char" is not needed: meta.pkl, whose timestamp is included, determines it.
@@ -80,12 +89,12 @@ def find_external_shards(corpus: str, tokenizer: Choice | None) -> ExternalShard
     folder = Path(corpus).expanduser().absolute()
     if not os.path.isdir(folder):
         return None
-    splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
     with reading(folder):
-        for path in sorted(folder.glob("*.npy")):
-            if match := _NPY.fullmatch(path.name):
-                splits[match["split"]].append(path)
-        program = "build-nanogpt"
+        program, splits = "build-nanogpt", _find_splits(folder, "*.npy")
+        if not any(splits.values()):
+            program, splits = "llm.c", _find_splits(folder, "*.bin")
+            if any(find_llm_c_dtype(path) is None for paths in splits.values() for path in paths):
+                splits = {}
         if not any(splits.values()):
             program = "nanoGPT"
             splits = {name: [folder / f"{name}.bin"] * (folder / f"{name}.bin").is_file() for name in (TRAIN, VAL)}
@@ -95,10 +104,19 @@ def find_external_shards(corpus: str, tokenizer: Choice | None) -> ExternalShard
         if not paths:
             raise UserError(f"these {program} shards have no {name} split", where=str(folder),
                             instead=f"add the files of the {name} split")
+    meta = read_meta(folder)
     if tokenizer is not None and tokenizer.file is None and tokenizer.name == (
-            "char" if (folder / _META).is_file() else _DEFAULT_TOKENIZER):
+            _DEFAULT_TOKENIZER if meta.characters is None else "char"):
         tokenizer = None  # the same fingerprint with and without --tokenizer
-    return ExternalShards(folder, program, {name: tuple(paths) for name, paths in splits.items()}, tokenizer)
+    return ExternalShards(folder, program, {name: tuple(paths) for name, paths in splits.items()}, tokenizer, meta)
+
+
+def _find_splits(folder: Path, pattern: str) -> dict[str, list[Path]]:
+    splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
+    for path in sorted(folder.glob(pattern)):
+        if match := _NAME.fullmatch(path.name):
+            splits[match["split"]].append(path)
+    return splits
 
 
 def index_shards(shards: ExternalShards, folder: Path, show: bool) -> None:
@@ -107,7 +125,8 @@ def index_shards(shards: ExternalShards, folder: Path, show: bool) -> None:
     Raises:
         UserError: a shard is truncated or has an unsupported data type, or an id is outside the vocabulary.
     """
-    opened = {name: [_map_tokens(path) for path in paths] for name, paths in shards.splits.items()}
+    opened = {name: [_map_tokens(path, shards.meta.dtype) for path in paths]
+              for name, paths in shards.splits.items()}
     tokenizer = _make_tokenizer(shards)
     tokenizer_argument = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
     dtypes = {tokens.dtype for split in opened.values() for tokens in split}
@@ -151,7 +170,7 @@ def check_shards(shards: ExternalShards) -> None:
     Raises:
         UserError: for the reasons given in `index_shards`, but only for the ids in the sample.
     """
-    opened = [_map_tokens(path) for paths in shards.splits.values() for path in paths]
+    opened = [_map_tokens(path, shards.meta.dtype) for paths in shards.splits.values() for path in paths]
     tokenizer = _make_tokenizer(shards)
     for tokens in opened:
         for first, part in pieces(tokens, CHECKED_TOKENS // len(opened)):
@@ -159,59 +178,30 @@ def check_shards(shards: ExternalShards) -> None:
 
 
 def _make_tokenizer(shards: ExternalShards) -> Tokenizer:
-    meta = shards.folder / _META
-    characters: Tokenizer | None = None
-    if meta.is_file():
-        characters = CharTokenizer(_characters(meta))
+    if shards.meta.characters is not None:
+        characters = CharTokenizer(shards.meta.characters)
         if shards.tokenizer is not None and not shards.tokenizer.fits(to_entry(characters)):
             raise UserError("these shards hold character ids, which the tokenizer "
-                            f"{shards.tokenizer.describe()} did not produce", where=str(meta),
+                            f"{shards.tokenizer.describe()} did not produce", where=str(shards.folder / META_PKL),
                             instead="omit --tokenizer")
-    elif shards.tokenizer is not None and shards.tokenizer.name == "char":
+        return characters
+    if shards.tokenizer is not None and shards.tokenizer.name == "char":
         raise UserError("--tokenizer char needs a table of characters, but there is no meta.pkl",
                         where=str(shards.folder), instead="if these are gpt2 tokens, omit --tokenizer")
-    return characters or (shards.tokenizer or choose_tokenizer(_DEFAULT_TOKENIZER)).load()
+    return (shards.tokenizer or choose_tokenizer(_DEFAULT_TOKENIZER)).load()
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler for numbers, strings, lists and dicts; rejects every import and call."""
+def _map_tokens(path: Path, declared: np.dtype | None) -> np.memmap:
+    """Map the tokens of a file.
 
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it imports {module}.{name}")
-
-
-def _characters(meta: Path) -> str:
-    """Return the characters in nanoGPT's meta.pkl, in the order of their ids."""
-    try:
-        with reading(meta), open_regular(meta) as file:
-            table = _PlainUnpickler(file).load()["itos"]
-        characters = [table[number] for number in range(len(table))]
-        if characters != sorted(set(characters)) or {*map(len, characters)} != {1}:
-            raise ValueError("its symbols are not characters in code point order")
-    except (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError,
-            MemoryError) as error:
-        raise UserError(f"this meta.pkl has no usable table of characters: {error}", where=str(meta),
-                        instead="prepare the text itself: python3 -m ezpz_llm.data prepare FILE --tokenizer char",
-                        ) from error
-    return "".join(characters)
-
-
-def _map_tokens(path: Path) -> np.memmap:
-    """Map the tokens of a file."""
-    copy_again = "copy or download that file again"
+    Args:
+        declared: type of raw tokens; None for uint16.
+    """
+    if path.suffix == ".bin":
+        return _map_raw_tokens(path, declared)
     check_tokens(path)
-    if path.suffix == ".npy":
-        tokens = open_npy(path, "shard", f"{copy_again}; add a NumPy header to raw tokens, as written by OLMo: "
-                                         "numpy.save(NEW, numpy.fromfile(FILE, 'uint16')), or uint32")
-    else:
-        check_uint16(path)
-        with reading(path):
-            open_regular(path).close()
-            try:
-                tokens = np.memmap(path, "<u2", "r")
-            except ValueError as error:
-                raise UserError(f"this shard is truncated, or not a shard: {error}", where=str(path),
-                                instead=copy_again) from error
+    tokens = open_npy(path, "shard", f"{_COPY_AGAIN}; add a NumPy header to raw tokens, as written by OLMo: "
+                                     "numpy.save(NEW, numpy.fromfile(FILE, 'uint16')), or uint32")
     if tokens.dtype not in (np.dtype("<u2"), np.dtype("<u4")) or tokens.ndim != 1:
         instead = "convert the shards to one-dimensional arrays of uint16 or uint32"
         if tokens.dtype.kind in "iu":
@@ -222,6 +212,23 @@ def _map_tokens(path: Path) -> np.memmap:
         raise UserError(f"this shard is a {tokens.ndim}-dimensional array of {tokens.dtype}", where=str(path),
                         instead=instead)
     return tokens
+
+
+def _map_raw_tokens(path: Path, declared: np.dtype | None) -> np.memmap:
+    if (dtype := find_llm_c_dtype(path)) is not None:
+        offset = LLM_C_HEADER_BYTES
+        check_llm_c_size(path, dtype)
+    else:
+        check_tokens(path)
+        offset, dtype = 0, np.dtype("<u2") if declared is None else declared
+        check_width(path, dtype)
+    with reading(path):
+        open_regular(path).close()
+        try:
+            return np.memmap(path, dtype, "r", offset)
+        except ValueError as error:
+            raise UserError(f"this shard is truncated, or not a shard: {error}", where=str(path),
+                            instead=_COPY_AGAIN) from error
 
 
 def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
@@ -246,9 +253,10 @@ def _check_ids(tokens: np.memmap, first: int, part: np.ndarray, tokenizer: Token
     Raises:
         UserError: an id is outside the vocabulary.
     """
-    if part.max() >= tokenizer.vocab_size:
+    at = int(part.argmin() if part.min() < 0 else part.argmax())
+    if not 0 <= part[at] < tokenizer.vocab_size:
         raise UserError(
-            f"token {part.max():,} at position {first + int(part.argmax()):,} is outside the vocabulary of the "
+            f"token {part[at]:,} at position {first + at:,} is outside the vocabulary of the "
             f"tokenizer {tokenizer.name}, which has {tokenizer.vocab_size:,} tokens", where=str(tokens.filename),
             instead="pass the tokenizer that made these shards: --tokenizer T"
                     + other_type_advice(tokens, tokenizer.vocab_size))

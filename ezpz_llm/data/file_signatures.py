@@ -16,8 +16,7 @@ from ezpz_llm.data.downloads import reading
 _ARRAYS = ("save its tokens as NAME_train_000000.npy and NAME_val_000000.npy (numpy.save, uint16 or uint32), and "
            "pass their folder as the corpus")
 _TEXT_OR_ARRAYS = f"use its text, or {_ARRAYS}"
-_LLM_C = ("convert all files in the folder, then pass the folder as the corpus: python3 -c \"import glob, numpy as "
-          "n; [n.save(f[:-4], n.fromfile(f, '<{}', offset=1024)) for f in glob.glob('*.bin')]\"")
+_LLM_C = "name them NAME_train_000001.bin and NAME_val_000000.bin, and pass their folder as the corpus"
 _REMOVE, _UNPACK_OR_REMOVE = "remove it from the corpus", "unpack it, or remove it from the corpus"
 
 
@@ -32,8 +31,8 @@ class Signature(NamedTuple):
 TOKENS = (
     Signature(rb"version https://git-lfs", "a Git LFS pointer, not the file itself",
               "download the file: git lfs pull"),
-    Signature(b"\x88\xd8\x34\x01", "llm.c tokens (uint16), not supported", _LLM_C.format("u2")),
-    Signature(b"\xa1\xd9\x34\x01", "llm.c tokens (uint32), not supported", _LLM_C.format("u4")),
+    Signature(b"\x88\xd8\x34\x01", "llm.c tokens (uint16), supported only in a folder of shards", _LLM_C),
+    Signature(b"\xa1\xd9\x34\x01", "llm.c tokens (uint32), supported only in a folder of shards", _LLM_C),
     Signature(rb"LITPKDS", "a packed lit-gpt data set, not supported", _TEXT_OR_ARRAYS),
     Signature(rb"MMIDIDX\x00\x00", "a Megatron index, supported together with its tokens",
               "for X.bin and X.idx, pass --corpus X and --tokenizer T"),

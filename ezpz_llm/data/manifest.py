@@ -120,7 +120,7 @@ class TokenizerEntry(Struct, frozen=True, omit_defaults=True):
     name: str
     fingerprint: str
     table: str | None = None
-    kind: Literal["tokenizers", "sentencepiece"] | None = None
+    kind: Literal["tokenizers", "sentencepiece", "tiktoken"] | None = None
     vocab_size: _Ids | None = None
     end_of_text: Whole | None = None
 

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, parse_json
+from ezpz_llm.base import UserError, parse_json, parse_plain_json
 from ezpz_llm.data.corpora import Corpus, SourceFile
 from ezpz_llm.data.formats import (
     BOM,
@@ -204,23 +204,35 @@ def _line_texts(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
     offset = piece.offset + len(BOM) * piece.has_mark
     for number, data in enumerate(piece.data[len(BOM) * piece.has_mark:].split(b"\n"), start=piece.line):
         try:
-            line = data.decode()
+            document = _parse_document(data, piece.path, number, reading.key)
         except UnicodeDecodeError as error:
-            yield _not_utf8(piece.path, data, error.start, offset + error.start, number)
-        else:
-            if line.strip() and (document := _parse_document(line, piece.path, number, reading.key)):
-                yield document
+            document = _not_utf8(piece.path, data, error.start, offset + error.start, number)
+        if document:
+            yield document
         offset += len(data) + 1
 
 
-def _parse_document(line: str, path: Path, number: int, key: str) -> str | UserError:
+def _parse_document(data: bytes, path: Path, number: int, key: str) -> str | UserError:
+    """Return the text in a line; "" for a blank line.
+
+    Raises:
+        UnicodeDecodeError: the line is not UTF-8.
+    """
     where, form = f"{path}:{number}", f'each line must be an object like {{"{key}": "…"}}'
-    try:
-        text = text_of(parse_json(line, where, len(line)), key)
-    except UserError as error:
-        return UserError(f"line {number} is not JSON: {error.found}", where=where, instead=f"{form}, or {_SKIP}")
+    item = parse_plain_json(data)
+    is_plain = item is not None
+    if not is_plain:
+        line = data.decode()
+        if not line.strip():
+            return ""
+        try:
+            item = parse_json(line, where, len(line))
+        except UserError as error:
+            return UserError(f"line {number} is not JSON: {error.found}", where=where,
+                             instead=f"{form}, or {_SKIP}")
+    text = text_of(item, key)
     if isinstance(text, str):
-        return replace_surrogates(text)
+        return text if is_plain else replace_surrogates(text)
     return UserError(f"line {number} {text.why}", where=where, instead=f"{form}; {_key_advice(text)}, or {_SKIP}")
 
 

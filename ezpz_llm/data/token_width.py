@@ -1,4 +1,4 @@
-"""Detect the token type of a raw file, which has no header, from its values.
+"""Find the token type of a raw file: in llm.c's header, or detect from the values that it is not as declared.
 
 Tokens of four or eight bytes have a small upper half, so if they are read as uint16, every second value is small. A
 true uint16 stream practically never looks like that: if m of 2n tokens in random order are small, the probability
@@ -7,13 +7,14 @@ that all n at every second position are small is at most (m / 2n)^n. Files are r
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.data.downloads import reading
 
 CHECKED_TOKENS = 32 << 20
@@ -29,25 +30,55 @@ _MIN_TEXT = 128
 """Minimum size of a text check in bytes; 64 true uint16 tokens are valid UTF-8 with a probability below 10^-9."""
 
 
-def check_uint16(path: Path) -> None:
-    """Check that a file of raw tokens does not look like wider tokens or bytes.
+LLM_C_HEADER_BYTES = 1024
+"""Size of the header of llm.c's tokens: 256 int32, of which the first three are magic, version and token count."""
+_LLM_C_DTYPES = {20240520: "<u2", 20240801: "<u4"}
+
+
+def find_llm_c_dtype(path: Path) -> np.dtype | None:
+    """Return the token type in the header of an llm.c file, or None if the file has no such header."""
+    with reading(path), open_regular(path) as file:
+        magic = file.read(4)
+    dtype = _LLM_C_DTYPES.get(int.from_bytes(magic, "little"))
+    return None if dtype is None else np.dtype(dtype)
+
+
+def check_llm_c_size(path: Path, dtype: np.dtype) -> None:
+    """Check that an llm.c file has version 1 and as many tokens as its header says.
 
     Raises:
-        UserError: it does; the message names the likely data type and the conversion.
+        UserError: it has not.
+    """
+    with reading(path), open_regular(path) as file:
+        version, tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()[1:]
+        found, expected = os.fstat(file.fileno()).st_size, LLM_C_HEADER_BYTES + tokens * dtype.itemsize
+    if version != 1:
+        raise UserError(f"these llm.c tokens have version {version}; only version 1 is supported", where=str(path),
+                        instead="write them with llm.c's dev/data/data_common.py")
+    if found != expected or tokens < 1:
+        raise UserError(f"this file has {found:,} bytes, but {tokens:,} tokens according to its header, which need "
+                        f"{expected:,}", where=str(path), instead="copy or download that file again")
+
+
+def check_width(path: Path, dtype: np.dtype) -> None:
+    """Check that a file of raw tokens of type `dtype` does not look like wider tokens or bytes.
+
+    Raises:
+        UserError: it does; the message names the likely type, its declaration and the conversion.
     """
     with reading(path):
         content = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     sample = _sample(content)
-    for dtype, name in _WIDE.items():
-        if _looks_like_ids(sample.view(dtype)):
-            largest = int(_upper_half(sample.view(dtype)).max())
-            raise UserError(f"these tokens look like {name}, not uint16: as uint16, every second token would be "
-                            f"{largest if largest == 0 else f'at most {largest}'}", where=str(path),
-                            instead=_convert_advice(path, dtype))
-    if _looks_like_bytes(content[:_BLOCK_BYTES]):
+    for wide, name in _WIDE.items():
+        if np.dtype(wide).itemsize > dtype.itemsize > 1 and _looks_like_ids(sample.view(wide)):
+            largest = int(_upper_half(sample.view(wide)).max())
+            raise UserError(f"these tokens look like {name}, not {dtype.name}: as {dtype.name}, every second token "
+                            f"would be {largest if largest == 0 else f'at most {largest}'}", where=str(path),
+                            instead=_declare_advice(path, wide))
+    if dtype.itemsize == 2 and _looks_like_bytes(content[:_BLOCK_BYTES]):
         raise UserError("this file looks like text or one-byte tokens, not uint16", where=str(path),
                         instead="if it is text, rename it to .txt and pass its path; if it contains tokens, "
-                                + _convert_advice(path, "u1"))
+                                + _declare_advice(path, "u1"))
 
 
 def other_type_advice(tokens: np.memmap, vocab_size: int) -> str:
@@ -57,17 +88,24 @@ def other_type_advice(tokens: np.memmap, vocab_size: int) -> str:
     types = {**_WIDE, **_NARROW, **({"u1": "uint8"} if vocab_size <= 256 else {})}
     for dtype, name in types.items():
         if np.dtype(dtype) != tokens.dtype and sample.size and sample.view(dtype).max() < vocab_size:
-            advice = (_convert_advice(path, dtype) if path.suffix == ".bin"
+            advice = (_declare_advice(path, dtype) if path.suffix == ".bin" and not tokens.offset
                       else "write the file again with that type")
             return f"; or, since all tokens fit as {name}, {advice}"
     return ""
 
 
-def _convert_advice(path: Path, dtype: str) -> str:
-    """Return advice to convert the raw tokens in `path`'s folder to .npy files, whose header has the data type."""
+_DECLARED = {"<u8": "int64", "<u4": "uint32", "<u2": "uint16", "u1": "uint8"}
+
+
+def _declare_advice(path: Path, dtype: str) -> str:
+    """Return advice to declare the type of the raw tokens in `path`'s folder, or to convert them to .npy files."""
+    folder = shlex.quote(str(path.parent))
     code = (f"import numpy as n; [n.save(f'tokens_{{s}}_000000.npy', n.fromfile(s + '.bin', '{dtype}')"
             f".astype('{'u2' if dtype in ('u1', '>u2') else 'u4'}')) for s in ('train', 'val')]")
-    return f'convert them: cd {shlex.quote(str(path.parent))} && python3 -c "{code}"'
+    convert = f'convert them: cd {folder} && python3 -c "{code}"'
+    if dtype not in _DECLARED:
+        return convert
+    return f"declare it: echo '{{\"dtype\": \"{_DECLARED[dtype]}\"}}' > {folder}/meta.json; or {convert}"
 
 
 def pieces(tokens: np.ndarray, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:

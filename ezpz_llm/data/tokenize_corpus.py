@@ -340,11 +340,15 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
     documents = 0
     broken: list[UserError] = []
     for piece in task.pieces:
+        documents_of_piece: list[str] = []
         for begins, text in texts(piece, task.reading, broken):
             if begins:
-                parts += separator
-                documents += 1
-            parts.append(tokenizer.encode(text) if begins else tokenizer.encode_rest(text))
+                documents_of_piece.append(text)
+            else:  # a piece of text, which has only this part of a document
+                parts.append(tokenizer.encode_rest(text))
+        for ids in tokenizer.encode_batch(documents_of_piece):
+            parts += [*separator, ids]
+        documents += len(documents_of_piece)
     tokens = pack(np.concatenate(parts), tokenizer.vocab_size)
     return Encoded(tokens, np.bincount(tokens, minlength=tokenizer.vocab_size), documents,
                    task.source_bytes, task.after, tuple(broken),

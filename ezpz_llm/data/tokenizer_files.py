@@ -1,4 +1,4 @@
-"""Tokenizers in files: a tokenizer.json of Hugging Face tokenizers, or a SentencePiece *.model.
+"""Tokenizers in files: a tokenizer.json of Hugging Face tokenizers, a SentencePiece *.model, or Llama 3's.
 
 The library determines the ids. Folders of shards, runs and exports keep a copy of the files, under the names that
 transformers uses. A manifest entry (see `ezpz_llm.data.manifest`) records the library and a hash of the table, so
@@ -7,9 +7,11 @@ that a copy can be checked wherever it is.
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +19,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import tiktoken
 
-from ezpz_llm.base import MAX_IDS, UserError, import_package, read_bytes, read_json
+from ezpz_llm.base import MAX_IDS, UserError, import_package, open_regular, read_bytes, read_json
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.data.text import find_checked_cut, replace_surrogates
 from ezpz_llm.rundir import RunDir
 
 _TOKENIZER_JSON, _TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
-KINDS = {"tokenizers": _TOKENIZER_JSON, "sentencepiece": _TOKENIZER_MODEL}
-"""File name of the copy of a tokenizer, by library (also the name of its package and of our extra)."""
+KINDS = {"tokenizers": _TOKENIZER_JSON, "sentencepiece": _TOKENIZER_MODEL, "tiktoken": _TOKENIZER_MODEL}
+"""File name of the copy of a tokenizer, by library (also the name of its package, and of our extra if any)."""
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Further tokenizer files in a model's folder, for transformers."""
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -39,12 +42,24 @@ _MAX_BYTES = 256 << 20
 """Size limit of a tokenizer's file; the largest known has 33 MB."""
 _IGNORED_KEYS = ("version", "truncation", "padding", "post_processor")
 """Keys of a tokenizer.json that do not affect a document's ids; transformers changes some of them on save."""
+_RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
+"""First line of a file of tiktoken ranks: a token in base64 and its rank."""
+_RANK_BYTES = 256
+"""Maximum length of such a line: the longest in Llama 3 has 179."""
+_LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
+"""Hash of Meta's tokenizer.model, which is the same in Llama 3, 3.1, 3.2 and 3.3."""
+# From llama_models/llama3/tokenizer.py; the file has only the ranks.
+_LLAMA3_PIECES = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+_LLAMA3_TOKENS, _LLAMA3_SPECIAL_TOKENS = 128_000, 256
+_LLAMA3_END_OF_TEXT = 128_001
 
 
 def find_file(path: Path) -> Path | None:
     """Return the tokenizer file that `path` names, or that the folder `path` contains; None if there is none."""
     if path.is_file():
-        return path if path.suffix in (".json", ".model") else None
+        # Mistral publishes NAME.model.v1 to NAME.model.v7m1.
+        return path if path.suffix == ".json" or ".model" in path.suffixes[-2:] else None
     return next((path / name for name in (_TOKENIZER_JSON, *_MODELS) if (path / name).is_file()), None)
 
 
@@ -96,7 +111,15 @@ def entry_of_file(path: Path) -> TokenizerEntry:
 @functools.lru_cache(maxsize=16)
 def _entry(path: Path, size: int, mtime_ns: int, config_mtime_ns: int) -> TokenizerEntry:
     kind = _kind(path)
-    name = path.absolute().parent.name if path.name in _KNOWN else path.stem
+    name = path.absolute().parent.name if path.name in _KNOWN else path.stem.removesuffix(".model")
+    if kind == "tiktoken":
+        digest = hashlib.sha256(read_bytes(path, _MAX_BYTES)).hexdigest()
+        if digest != _LLAMA3_SHA256:
+            raise UserError("this file has the tokens of tiktoken, but not the pattern that splits a text; the "
+                            "pattern is known only for the file of Llama 3", where=str(path),
+                            instead="pass the tokenizer.json of the same model")
+        return TokenizerEntry(name, digest, kind=kind, vocab_size=_LLAMA3_TOKENS + _LLAMA3_SPECIAL_TOKENS,
+                              end_of_text=_LLAMA3_END_OF_TEXT)
     if kind == "sentencepiece":
         content = read_bytes(path, _MAX_BYTES)
         model = _sentencepiece(path, content)
@@ -108,8 +131,11 @@ def _entry(path: Path, size: int, mtime_ns: int, config_mtime_ns: int) -> Tokeni
                           end_of_text=table.end_of_text(path.parent / _CONFIG))
 
 
-def _kind(path: Path) -> Literal["tokenizers", "sentencepiece"]:
-    return "tokenizers" if path.suffix == ".json" else "sentencepiece"
+def _kind(path: Path) -> Literal["tokenizers", "sentencepiece", "tiktoken"]:
+    if path.suffix == ".json":
+        return "tokenizers"
+    with reading(path), open_regular(path) as file:
+        return "tiktoken" if _RANK.match(file.read(_RANK_BYTES)) else "sentencepiece"
 
 
 @dataclass(frozen=True)
@@ -124,6 +150,8 @@ class _Table:
         """Read a tokenizer.json."""
         try:
             stored = read_json(path, _MAX_BYTES)
+            if {"config", "vocab"} <= stored.keys() and "model" not in stored:
+                raise UserError("it is a Tekken tokenizer of Mistral, which is not supported")
             vocabulary = stored["model"]["vocab"]
             # The vocabulary of a unigram model is a list of tokens and scores.
             ids = (dict(vocabulary) if isinstance(vocabulary, dict) else
@@ -132,9 +160,10 @@ class _Table:
             if not ids or not all(isinstance(number, int) and 0 <= number < MAX_IDS for number in ids.values()):
                 raise ValueError(f"not all ids are from 0 to {MAX_IDS - 1:,}")
         except (UserError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"this is not a tokenizer.json of Hugging Face tokenizers: "
-                            f"{error.found if isinstance(error, UserError) else error!r}", where=str(path),
-                            instead="pass a tokenizer.json or a SentencePiece *.model") from error
+            reason = error.found if isinstance(error, UserError) else repr(error)
+            raise UserError(f"this is not a tokenizer.json of Hugging Face tokenizers: {reason}", where=str(path),
+                            instead="pass a tokenizer.json or a SentencePiece *.model, for example of the same "
+                                    "model") from error
         return cls(stored, ids)
 
     def fingerprint(self) -> str:
@@ -174,8 +203,8 @@ def load(path: Path, entry: TokenizerEntry | None = None) -> FileTokenizer:
 @functools.lru_cache(maxsize=4)
 def _load(path: Path, entry: TokenizerEntry) -> FileTokenizer:
     # The entry is part of the cache key, because it differs if the file has changed.
-    tokenizer = _JsonTokenizer if _kind(path) == "tokenizers" else _ModelTokenizer
-    return tokenizer(path, entry)
+    kinds = {"tokenizers": _JsonTokenizer, "sentencepiece": _ModelTokenizer, "tiktoken": _RanksTokenizer}
+    return kinds[_kind(path)](path, entry)
 
 
 class FileTokenizer:
@@ -192,6 +221,10 @@ class FileTokenizer:
             return np.array(self._ids(text), np.uint32)
         except (UnicodeError, RuntimeError, TypeError):  # a lone surrogate; checking every text would be slow
             return np.array(self._ids(replace_surrogates(text)), np.uint32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        return [self.encode(text) for text in texts]
 
     def _ids(self, text: str) -> list[int] | np.ndarray:
         raise NotImplementedError
@@ -255,9 +288,35 @@ class _ModelTokenizer(FileTokenizer):
     def _ids(self, text: str) -> np.ndarray:
         return self._inner.encode(text, return_type="numpy")
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, from one call: 10 % less time for texts of 5 kB, and 30 % for 300 bytes."""
+        try:
+            batch = self._inner.encode(list(texts), return_type="numpy", num_threads=1)
+        except (UnicodeError, RuntimeError, TypeError):  # a lone surrogate in one of the texts
+            return super().encode_batch(texts)
+        return [ids.view(np.uint32) for ids in batch]
+
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of `ids`, without control symbols."""
         return self._inner.decode(np.asarray(ids).tolist())
+
+
+class _RanksTokenizer(FileTokenizer):
+    """Tokenizer from Llama 3's tokenizer.model; special tokens within a text are encoded as ordinary text."""
+
+    def __init__(self, path: Path, entry: TokenizerEntry) -> None:
+        super().__init__(path, entry)
+        lines = (line.split() for line in read_bytes(path, _MAX_BYTES).splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        self._inner = tiktoken.Encoding(entry.name, pat_str=_LLAMA3_PIECES, mergeable_ranks=ranks,
+                                        special_tokens={})
+
+    def _ids(self, text: str) -> np.ndarray:
+        return self._inner.encode_to_numpy(text)
+
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
+        """Return the text of `ids`, without special tokens."""
+        return self._inner.decode([token for token in np.asarray(ids).tolist() if token < _LLAMA3_TOKENS])
 
 
 def _sentencepiece(path: Path, content: bytes) -> Any:

@@ -66,6 +66,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Return ids, 1-d, of an unsigned type, without adding or interpreting end-of-text."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD."""
 
@@ -84,6 +87,9 @@ class _CutBetweenWords:
 
     def encode_rest(self, text: str) -> np.ndarray:
         return self.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def encode(self, text: str) -> np.ndarray:
         raise NotImplementedError
@@ -286,10 +292,11 @@ def _code_points(text: str) -> np.ndarray:
 _STATE = "state.json"
 _OTHER_FILES = {"vocab.txt": "WordPiece (vocab.txt)",
                 "merges.txt": "BPE (vocab.json and merges.txt, without a tokenizer.json)",
-                "tekken.json": "Tekken (tekken.json)"}
+                "tekken.json": "Tekken (tekken.json)", "qwen.tiktoken": "tiktoken (qwen.tiktoken)"}
 _MAX_BYTES = 256 << 20
 """Size limit of a manifest."""
-_ACCEPTED = "a tokenizer.json, a SentencePiece *.model, or a folder with one of them, token shards or a checkpoint"
+_ACCEPTED = ("a tokenizer.json, a SentencePiece *.model, Llama 3's tokenizer.model, or a folder with one of them, "
+             "token shards or a checkpoint")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -45,6 +46,21 @@ def test_valid_files_are_parsed(file):
     assert untrusted_input.read_commented_json(file(text)) == {"a": "// no comment", "b": [1, 2]}
     assert untrusted_input.parse_json(b"[1]", "a command") == [1]
     assert untrusted_input.first_json('[{"a": 1} , 2]', 1) == ({"a": 1}, 9)
+
+
+@pytest.mark.parametrize("text", [
+    '{"a": "\\ud83d\\ude00 é", "b": 1e3, "c": 12345678901234567890123, "a": "last"} \r', "[[1.5, null], true]",
+    '{"a": ' + 98 * "[" + 98 * "]" + "}"])
+def test_common_json_is_parsed_as_by_the_json_module(text):
+    assert untrusted_input.parse_plain_json(text.encode()) == json.loads(text)
+
+
+@pytest.mark.parametrize("text", [
+    b"", b" \n", b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": "\xff"}', b'{"\xff": 1}', b'{"a": 1} x',
+    b'{"a": "\t"}', b'{"a": ' + 101 * b"[" + 101 * b"]" + b"}", 101 * b"[" + 101 * b"]", 100_000 * b"[",
+    b'{"a": ' + 5000 * b"9" + b"}", b'\xef\xbb\xbf{"a": 1}'])
+def test_other_json_is_left_to_parse_json(text):
+    assert untrusted_input.parse_plain_json(text) is None
 
 
 def test_json_lines_truncated_by_a_crash(file):

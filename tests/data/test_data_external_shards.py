@@ -20,7 +20,7 @@ from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.token_width import check_uint16
+from ezpz_llm.data.token_width import check_width
 from ezpz_llm.data.tokenize_corpus import entropy
 
 
@@ -176,19 +176,124 @@ def test_tokens_of_another_width_are_detected_and_the_advice_converts_them(tmp_p
     np.testing.assert_array_equal(data.split("val")[:], ids[5000:])
 
 
-def test_advice_for_llm_c_creates_a_corpus(tmp_path: Path) -> None:
-    ids = np.random.default_rng(1).integers(0, 257, 4000).astype(np.uint16)
-    for name in ("x_train", "x_val"):
-        (tmp_path / f"{name}.bin").write_bytes(np.array([20240520, 1, 4000], "<i4").tobytes() + bytes(1012)
-                                               + ids.tobytes())
-    with pytest.raises(UserError, match=r"llm\.c tokens \(uint16\), not supported") as caught:
-        check_corpus(str(tmp_path))
-    command = re.search(r"python3 -c \".*\"", caught.value.instead)
-    assert command is not None
-    subprocess.run(command[0].replace("python3", sys.executable), shell=True, check=True, cwd=tmp_path,
-                   timeout=scaled(60))
-    data = TokenData.open(prepare(str(tmp_path), "bytes", progress=False))
-    np.testing.assert_array_equal(data.split("train")[:], ids)
+DECLARED = ["uint8", "uint16", "uint32", "int32", "int64"]
+
+
+@pytest.mark.parametrize("dtype", DECLARED)
+@pytest.mark.parametrize("declaration", ["meta.json", "meta.pkl", "meta.pkl, NumPy"])
+def test_nanogpt_shards_of_a_declared_type_are_opened_without_a_copy(
+        tmp_path: Path, cache: Path, dtype: str, declaration: str) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    ids = (np.random.default_rng(1).zipf(1.1, 6000) % (256 if dtype == "uint8" else 257)).astype(dtype)
+    ids[:5000].tofile(folder / "train.bin")
+    ids[5000:].tofile(folder / "val.bin")
+    if declaration == "meta.json":
+        (folder / "meta.json").write_text(json.dumps({"dtype": dtype}))
+    else:
+        value = getattr(np, dtype) if "NumPy" in declaration else dtype
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 257, "dtype": value}))
+    before = unchanged(folder)
+    check_corpus(str(folder), "bytes", 16)
+    index = prepare(str(folder), "bytes", progress=False)
+    assert sorted(path.name for path in index.iterdir()) == ["counts.npy", "manifest.json"]
+    assert unchanged(folder) == before
+    data = TokenData.open(index)
+    verify(index)
+    assert data.manifest.dtype == dtype
+    np.testing.assert_array_equal(data.split("train")[:], ids[:5000])
+    np.testing.assert_array_equal(data.split("val")[:], ids[5000:])
+    np.testing.assert_array_equal(data.split("train").windows(np.array([7, 4000]), 5)[1], ids[4000:4005])
+    np.testing.assert_array_equal(np.load(index / "counts.npy"), np.bincount(ids, minlength=257))
+
+
+def test_a_wrong_declaration_is_rejected(tmp_path: Path, cache: Path) -> None:
+    ids = np.random.default_rng(1).zipf(1.1, 6000) % 257
+    meta = tmp_path / "meta.json"
+
+    def check_rejected(written: str, content: object, message: str, instead: str) -> None:
+        for name in ("train", "val"):
+            ids.astype(written).tofile(tmp_path / f"{name}.bin")
+        meta.write_text(json.dumps(content))
+        for act in (check_corpus, lambda *words: prepare(*words, progress=False)):
+            with pytest.raises(UserError, match=message) as caught:
+                act(str(tmp_path), "bytes")
+            assert instead in str(caught.value.instead)
+        assert list(cache.rglob("*.*")) == []
+
+    check_rejected("<u4", {}, "look like uint32 or int32, not uint16",
+                   f"declare it: echo '{{\"dtype\": \"uint32\"}}' > {tmp_path}/meta.json; or convert them: cd")
+    check_rejected("<i8", {"dtype": "uint32"}, "look like 64-bit integers, not uint32", '"int64"')
+    check_rejected("<u4", {"dtype": "uint16"}, "look like uint32 or int32, not uint16", '"uint32"')
+    check_rejected("<u2", {"dtype": "uint32"}, "outside the vocabulary",
+                   """since all tokens fit as uint16, declare it: echo '{"dtype": "uint16"}' > """)
+    for wrong in ("float32", ">u4", "uint64", 4, ["uint32"]):
+        check_rejected("<u4", {"dtype": wrong}, "token type .* is not supported", "uint32, int32, int64")
+    ids[70] = -5
+    check_rejected("<i4", {"dtype": "int32"}, "token -5 at position 70 is outside", "--tokenizer T")
+
+
+def test_declared_characters(tmp_path: Path) -> None:
+    """A type can be declared beside nanoGPT's table; a table without "char" tokens is no default for char."""
+    ids = np.arange(200) % 3
+    for name in ("train", "val"):
+        ids.astype("<i8").tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a", 1: "b", 2: "c"}, "dtype": "int64"}))
+    data = TokenData.open(prepare(str(tmp_path), "char", progress=False))
+    assert data.tokenizer.decode(data.split("train")[:4]) == "abca"
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"dtype": "int64"}))
+    with pytest.raises(UserError, match=r"--tokenizer char needs a table of characters"):
+        prepare(str(tmp_path), "char", progress=False)
+
+
+def write_llm_c(path: Path, ids: np.ndarray, version: int = 1) -> None:
+    magic = 20240520 if ids.dtype == np.uint16 else 20240801
+    path.write_bytes(np.array([magic, version, ids.size], "<i4").tobytes() + bytes(1012) + ids.tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("names", [("x_train_000001", "x_train_000002", "x_val_000000"),
+                                   ("tiny_train", "tiny_val"), ("train", "val")])
+def test_llm_c_shards_are_opened_without_a_copy(tmp_path: Path, cache: Path, dtype: str,
+                                                names: tuple[str, ...]) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    ids = np.random.default_rng(1).integers(0, 257, 4000).astype(dtype)
+    for name, part in zip(names, np.array_split(ids, len(names)), strict=True):
+        write_llm_c(folder / f"{name}.bin", part)
+    before = unchanged(folder)
+    check_corpus(str(folder), "bytes", 16)
+    index = prepare(str(folder), "bytes", progress=False)
+    assert sorted(path.name for path in index.iterdir()) == ["counts.npy", "manifest.json"]
+    assert unchanged(folder) == before
+    data = TokenData.open(index)
+    verify(index)
+    assert data.manifest.dtype == dtype
+    np.testing.assert_array_equal(np.concatenate([data.split("train")[:], data.split("val")[:]]), ids)
+
+
+def test_damaged_llm_c_shards_are_rejected(tmp_path: Path, cache: Path) -> None:
+    ids = np.arange(100, dtype=np.uint16)
+    write_llm_c(tmp_path / "x_val.bin", ids)
+
+    def check_rejected(message: str) -> None:
+        with pytest.raises(UserError, match=message) as caught:
+            prepare(str(tmp_path), "bytes", progress=False)
+        assert str(tmp_path / "x_train.bin") in str(caught.value)
+        assert list(cache.rglob("*.*")) == []
+
+    write_llm_c(tmp_path / "x_train.bin", ids, version=2)
+    check_rejected("version 2; only version 1 is supported")
+    write_llm_c(tmp_path / "x_train.bin", ids[:0])
+    check_rejected("0 tokens according to its header")
+    write_llm_c(tmp_path / "x_train.bin", ids)
+    os.truncate(tmp_path / "x_train.bin", 1024 + 198)
+    check_rejected("has 1,222 bytes, but 100 tokens according to its header, which need 1,224")
+    os.truncate(tmp_path / "x_train.bin", 5)
+    check_rejected("has 5 bytes, but 0 tokens")
+    (tmp_path / "x_train.bin").unlink()
+    with pytest.raises(UserError, match=r"these llm\.c shards have no train split"):
+        prepare(str(tmp_path), "bytes", progress=False)
 
 
 @pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("x_train_000000.npy", "x_val_000000.npy"),
@@ -211,7 +316,7 @@ def test_text_named_train_bin_is_rejected(tmp_path: Path) -> None:
 def test_a_vocabulary_beyond_16_bits_is_recognized(tmp_path: Path) -> None:
     (np.random.default_rng(1).zipf(1.1, 60) % 151_936).astype("<u4").tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match=r"look like uint32 or int32, not uint16: .* would be at most 2"):
-        check_uint16(tmp_path / "train.bin")
+        check_width(tmp_path / "train.bin", np.dtype("<u2"))
 
 
 @pytest.mark.parametrize("ids", [
@@ -221,7 +326,7 @@ def test_a_vocabulary_beyond_16_bits_is_recognized(tmp_path: Path) -> None:
 def test_true_uint16_tokens_are_accepted(tmp_path: Path, ids: np.ndarray) -> None:
     for name in ("train", "val"):
         ids.astype(np.uint16).tofile(tmp_path / f"{name}.bin")
-        check_uint16(tmp_path / f"{name}.bin")
+        check_width(tmp_path / f"{name}.bin", np.dtype("<u2"))
 
 
 def test_narrow_tokens_behind_a_header_that_says_uint32(tmp_path: Path) -> None:

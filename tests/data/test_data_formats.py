@@ -178,8 +178,8 @@ SIGNATURES = {
     "c.json": (b'"text"', "neither lines nor an array"),
     "a.parquet.gz": (gzip.compress(b"PAR1"), "parquet compressed with gzip"),
     "b.parquet": (LFS, "a Git LFS pointer"), "b.jsonl": (LFS, "a Git LFS pointer"), "b.txt": (LFS, "git lfs pull"),
-    "x_train.bin": (struct.pack("<i", 20240520) + bytes(1020), "llm.c tokens (uint16), not supported"),
-    "y_train.bin": (struct.pack("<i", 20240801) + bytes(1020), "llm.c tokens (uint32), not supported"),
+    "x.bin": (struct.pack("<i", 20240520) + bytes(1020), "llm.c tokens (uint16), supported only in a"),
+    "y.bin": (struct.pack("<i", 20240801) + bytes(1020), "llm.c tokens (uint32), supported only in a"),
     "lit.bin": (b"LITPKDS" + bytes(40), "lit-gpt"), "chunk-0-0.bin": (IDS.tobytes(), "litdata chunk (LitGPT)"),
     "part-0-00000.npy": (IDS.tobytes(), "raw tokens without a NumPy header, as written by OLMo"),
     "ids.bin": (IDS.tobytes(), "for nanoGPT's train.bin and val.bin, pass the folder"),
@@ -235,6 +235,19 @@ def test_byte_order_marks_are_dropped_and_counted(tmp_path: Path, capsys: pytest
     assert TokenData.open(shards).split("train")[:].tolist() == tokens("eins \ufeff", "zwei", "drei")
     assert read_manifest(shards).source.byte_order_marks == 4
     assert "dropped 4 byte-order marks at the start of files" in capsys.readouterr().err
+
+
+def test_uncommon_json_lines(tmp_path: Path) -> None:
+    """Lines that only Python's parser accepts, and their errors."""
+    content = ['{"text": "a\\ud800b"}', "\u00a0", '{"text": "c", "score": NaN}', '{"text": "\\ud83d\\ude00"}',
+               '{"text": "d", "score": 1e999}', '{"text": "x", "text": "e"}', '{"tags": [["["]], "text": "f"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(content))
+    assert tokens_of(tmp_path / "a.jsonl") == tokens("a\ufffdb", "c", "\N{GRINNING FACE}", "d", "e", "f")
+    for line, message in (('{"text": "a", "tags": ' + 101 * "[" + 101 * "]" + "}", "nested more than 100"),
+                          ("\ufeff" + '{"text": "a"}', "Expecting value"), ('{"text": "a"} b', "Extra data")):
+        (tmp_path / "b.jsonl").write_text('{"text": "a"}\n' + line)
+        with pytest.raises(UserError, match=f"line 2 is not JSON: .*{message}"):
+            tokens_of(tmp_path / "b.jsonl")
 
 
 def test_special_files_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str],

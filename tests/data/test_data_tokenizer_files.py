@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ from slowness import scaled
 from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.data import tokenizer_files
 from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import check_corpus, prepare
@@ -49,6 +53,18 @@ def test_text_in_many_pieces_has_the_same_ids_as_in_the_library(tmp_path: Path, 
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     folder = prepare(str(tmp_path / "b.jsonl"), str(file), progress=False)
     np.testing.assert_array_equal(all_ids(folder), [id_ for line in lines for id_ in (end, *own_ids(file, line))])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batch_has_the_same_ids_as_each_text(family: str) -> None:
+    file = trained(family)
+    tokenizer = load(file)
+    texts = [mixed_text(size, size) for size in (1, 30, 5000)] + ["", " a", "<|endoftext|>", "</s>", "a\0b"]
+    for batch in ([], texts, [*texts, "a\ud800b"]):  # a lone surrogate, which the libraries reject
+        ids = tokenizer.encode_batch(batch)
+        assert [part.dtype for part in ids] == [np.uint32] * len(batch)
+        expected = [own_ids(file, text.replace("\ud800", "\ufffd")) for text in batch]
+        assert [part.tolist() for part in ids] == expected
 
 
 @pytest.mark.slow
@@ -120,6 +136,35 @@ def test_tokenizer_that_did_not_make_the_shards_is_rejected(tmp_path: Path) -> N
     plain = prepare(str(tmp_path / "a.txt"), "bytes", progress=False)
     with pytest.raises(UserError, match="must have the same tokenizer; these have unigram-700 and bytes"):
         prepare(f"{shards}=1,{plain}=1", progress=False)
+
+
+def test_tiktoken_ranks_of_llama_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta's tokenizer.model has no pattern, so its hash must be known. The real file: test_real_tokenizers.py."""
+    folder = tmp_path / "Llama-3"
+    folder.mkdir()
+    tokens = [*(bytes([value]) for value in range(256)), b"th", b"the"]
+    content = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    (folder / "tokenizer.model").write_bytes(content)
+    with pytest.raises(UserError, match="tokens of tiktoken, but not the pattern") as caught:
+        choose_tokenizer(str(folder))
+    assert caught.value.instead == "pass the tokenizer.json of the same model"
+    monkeypatch.setattr(tokenizer_files, "_LLAMA3_SHA256", hashlib.sha256(content).hexdigest())
+    os.utime(folder / "tokenizer.model", (1, 1))  # known entries are cached by time
+    (tmp_path / "a.txt").write_text("the 1234\n\n  théâtre" * 50)
+    shards = prepare(str(tmp_path / "a.txt"), str(folder), progress=False)
+    tokenizer = TokenData.open(shards).tokenizer
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_text) == ("Llama-3", 128_256, 128_001)
+    assert all_ids(shards)[:7].tolist() == [128_001, 257, *b" 1234"]
+    assert tokenizer.encode("a\ud800<|end_of_text|>").tolist() == [*b"a\xef\xbf\xbd<|end_of_", *b"text|>"]
+    assert tokenizer.decode(all_ids(shards)) == (tmp_path / "a.txt").read_text()
+
+
+def test_tekken_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text('{"config": {"pattern": "x"}, "vocab": [{"rank": 0}]}')
+    with pytest.raises(UserError, match="of Hugging Face tokenizers: it is a Tekken tokenizer of Mistral"):
+        choose_tokenizer(str(tmp_path / "tekken.json"))
+    with pytest.raises(UserError, match="this folder's tokenizer is Tekken"):
+        choose_tokenizer(str(tmp_path))
 
 
 def test_files_without_a_tokenizer_are_rejected(tmp_path: Path) -> None:

@@ -452,13 +452,17 @@ def manifest(rng: Random, folder: Path) -> object:
 
 @kind
 def metajunk(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.external_shards import _characters
+    from ezpz_llm.data.nanogpt_meta import read_meta
 
-    content = pickle.dumps({"itos": mutate.value(rng, {0: "a", 1: "b"}), "stoi": {}})
+    declared = {"dtype": mutate.value(rng, "uint32")} if rng.random() < 0.5 else {}
+    content = pickle.dumps({"itos": mutate.value(rng, {0: "a", 1: "b"}), "stoi": {}, **declared})
     if rng.random() < 0.5:
         at = rng.randrange(len(content))
         content = content[:at] + rng.randbytes(rng.choice([1, 4])) + content[at + 1 :]
-    return _characters(written(folder, "meta.pkl", rng.choice([content, content, b"cos\nsystem\n(S'id'\ntR."])))
+    written(folder, "meta.pkl", rng.choice([content, content, b"cos\nsystem\n(S'id'\ntR."]))
+    if rng.random() < 0.5:
+        written(folder, "meta.json", mutate.json_data(rng, {"dtype": "uint32"}))
+    return read_meta(folder)
 
 
 @kind

@@ -1,0 +1,103 @@
+"""Metadata in a folder of nanoGPT's train.bin and val.bin: the table of characters, and the declared token type.
+
+    meta.pkl     nanoGPT's: itos, stoi, vocab_size; forks add dtype
+    meta.json    {"dtype": "uint32"}, in which a user declares the token type
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ezpz_llm.base import UserError, open_regular, read_json, shorten_value
+from ezpz_llm.data.downloads import reading
+
+META_PKL, META_JSON = "meta.pkl", "meta.json"
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+"""Token types that can be declared. All are little-endian."""
+
+
+@dataclass(frozen=True)
+class NanogptMeta:
+    """Metadata of a folder.
+
+    Attributes:
+        characters: the characters in the order of their ids; None if the tokens are not characters.
+        dtype: the declared token type; None if there is no declaration.
+    """
+
+    characters: str | None = None
+    dtype: np.dtype | None = None
+
+
+def read_meta(folder: Path) -> NanogptMeta:
+    """Read meta.pkl and meta.json, if any. No code in the pickle is executed.
+
+    Raises:
+        UserError: a file has neither characters nor a token type, or they are unsupported.
+    """
+    characters, dtype = None, None
+    pickled, declared = folder / META_PKL, folder / META_JSON
+    if pickled.is_file():
+        content = _unpickle(pickled)
+        if "dtype" in content:
+            dtype = _to_dtype(content["dtype"], pickled)
+        if "itos" in content or dtype is None:
+            characters = _characters(content, pickled)
+    if declared.is_file():
+        content = read_json(declared)
+        if isinstance(content, dict) and "dtype" in content:
+            dtype = _to_dtype(content["dtype"], declared)
+    return NanogptMeta(characters, dtype)
+
+
+def _to_dtype(name: Any, where: Path) -> np.dtype:
+    if name not in DTYPES:
+        raise UserError(f"the token type {shorten_value(name)} is not supported", where=f"{where}, dtype",
+                        instead=f"declare one of {', '.join(DTYPES)} as a string")
+    return np.dtype(name).newbyteorder("<")
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickler for numbers, strings, lists and dicts; rejects calls, and imports except of NumPy types."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "numpy" and name in DTYPES:
+            return name  # instead of the class: forks store {"dtype": np.uint32}
+        raise pickle.UnpicklingError(f"it imports {module}.{name}")
+
+
+_UNPICKLING_ERRORS = (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, EOFError,
+                      OverflowError, MemoryError)
+
+
+def _unpickle(path: Path) -> dict[Any, Any]:
+    try:
+        with reading(path), open_regular(path) as file:
+            content = _PlainUnpickler(file).load()
+        if not isinstance(content, dict):
+            raise TypeError("it is not a dict")
+    except _UNPICKLING_ERRORS as error:
+        raise _no_table_error(path, error) from error
+    return content
+
+
+def _characters(content: dict[Any, Any], path: Path) -> str:
+    """Return the characters in nanoGPT's meta.pkl, in the order of their ids."""
+    try:
+        table = content["itos"]
+        characters = [table[number] for number in range(len(table))]
+        if characters != sorted(set(characters)) or {*map(len, characters)} != {1}:
+            raise ValueError("its symbols are not characters in code point order")
+    except _UNPICKLING_ERRORS as error:
+        raise _no_table_error(path, error) from error
+    return "".join(characters)
+
+
+def _no_table_error(path: Path, error: Exception) -> UserError:
+    return UserError(f"this meta.pkl has no usable table of characters: {error}", where=str(path),
+                     instead="prepare the text itself: python3 -m ezpz_llm.data prepare FILE --tokenizer char")
