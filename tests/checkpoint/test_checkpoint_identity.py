@@ -151,6 +151,7 @@ def test_every_other_reader_rejects_a_planted_mismatch(changes: dict[str, Any], 
         assert files_in(tmp_path) == before
 
 
+@pytest.mark.full
 def test_a_changed_config_json_of_the_initial_weights_is_rejected_on_resume(runs: Path, tmp_path: Path) -> None:
     """Another head split and another rotary base have the same tensors as the run's checkpoint."""
     assert checkpoint.main(["export", str(runs / "llama"), str(tmp_path / "hf")]) == 0
