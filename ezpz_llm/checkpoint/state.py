@@ -24,6 +24,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
         data: fingerprint of the token shards.
         tokenizer: its entry in the manifest of the token shards.
         model: settings of the model, by name; see `ezpz_llm.model.config.ModelConfig`.
+        hf_config: settings of a script's Hugging Face model; see `ezpz_llm.library.hf_settings`.
         guard: state of the spike detector.
         callbacks: states of other callbacks, by name.
         user: values that a user's script saves, by name.
@@ -36,6 +37,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     data: str | None = None
     tokenizer: TokenizerEntry | None = None
     model: dict[str, Any] | None = None
+    hf_config: dict[str, Any] | None = None
     guard: dict[str, Any] | None = None
     callbacks: dict[str, dict[str, Any]] = {}
     user: dict[str, Any] = {}

@@ -124,6 +124,10 @@ class TokenizerEntry(Struct, frozen=True, omit_defaults=True):
     vocab_size: _Ids | None = None
     end_of_text: Whole | None = None
 
+    def has_same_ids(self, other: TokenizerEntry) -> bool:
+        """Return True if every id, including the end-of-text token, has the same meaning in both."""
+        return (self.fingerprint, self.end_of_text) == (other.fingerprint, other.end_of_text)
+
 
 class Manifest(Struct, frozen=True, kw_only=True):
     """Content of manifest.json."""

@@ -95,8 +95,10 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
 
 
 def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None,
-                 text_key: str = TEXT, max_broken: int = 0, *, decodes: bool = False) -> None:
+                 text_key: str = TEXT, max_broken: int = 0, *, decodes: bool = False) -> TokenData | None:
     """Check the inputs of `prepare` without preparing anything.
+
+    Returns the tokens; None for a mixture of several corpora, or if they are not prepared yet.
 
     Args:
         block_size: also check that existing shards have enough tokens for windows of this length.
@@ -122,6 +124,7 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
             for stream in as_mixture(data.split(TRAIN)).streams:
                 windows_per_epoch(len(stream), block_size)
             ValidationWindows(data.split(VAL), block_size)
+    return opened[0] if opened and len(parts) == 1 else None
 
 
 def find_prepared(corpus: str, tokenizer: str | None = None, text_key: str = TEXT) -> Path | None:
@@ -335,7 +338,7 @@ def _check_same_tokenizer(parts: Sequence[TokenData]) -> None:
         if data.parts:
             raise UserError("a mixture cannot be part of another mixture", where=str(data.folder),
                             instead="pass its parts, each with a weight")
-        if data.manifest.tokenizer.fingerprint != first.manifest.tokenizer.fingerprint:
+        if not data.manifest.tokenizer.has_same_ids(first.manifest.tokenizer):
             names = [part.manifest.tokenizer.name for part in (first, data)]
             both = f"{names[0]} and {names[1]}" if names[0] != names[1] else f"two different {names[0]} tables"
             raise UserError(f"the parts of a mixture must have the same tokenizer; these have {both}",

@@ -317,16 +317,16 @@ class Choice:
 
     @property
     def table(self) -> str | None:
-        """Further part of its identity: the characters of "char", or hash of another library's table."""
+        """Further part of its identity: the characters of "char", or hash and end-of-text of another library's."""
         if self.entry is None:
             return None
-        return self.entry.fingerprint if self.entry.kind else self.entry.table
+        return f"{self.entry.fingerprint} {self.entry.end_of_text}" if self.entry.kind else self.entry.table
 
     def fits(self, entry: TokenizerEntry) -> bool:
         """Return True if the tokenizer with the manifest entry `entry` satisfies this request."""
         if self.entry is None:
             return self.name == entry.name and entry.kind is None
-        return self.entry.fingerprint == entry.fingerprint
+        return self.entry.has_same_ids(entry)
 
     def describe(self) -> str:
         """Return its name for messages, with the fingerprint if the name alone is ambiguous."""
@@ -340,10 +340,12 @@ class Choice:
 
 
 def describe(entry: TokenizerEntry) -> str:
-    """Return a tokenizer's name, its size if the entry has it, and the start of its fingerprint."""
+    """Return a tokenizer's name, size and end-of-text, as far as the entry has them, and fingerprint, shortened."""
     size = f"{len(entry.table)} characters, " if entry.table is not None else ""
     if entry.kind is not None:
         size = f"{entry.kind}, {entry.vocab_size:,} tokens, "
+    if entry.end_of_text is not None:
+        size += f"end-of-text {entry.end_of_text}, "
     return f"{entry.name} ({size}fingerprint {entry.fingerprint[:12]})"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.evaluate import tasks
 from ezpz_llm.evaluate.model import add_arguments, as_rank, plan_model
+from ezpz_llm.hf.weight_files import check_weight_files
 from ezpz_llm.launch.ranks import find_rank
 
 _TASKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -27,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     plan = plan_model(options, world_size)
     task_plan = plan_task(plan, options)
     if options.check:
+        check_weight_files(plan.source)
         print(plan.resolved.explain())
         return 0
     from ezpz_llm.rundir.records import update_record

@@ -13,6 +13,7 @@ from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, as_rank, open_model, plan_model
 from ezpz_llm.hf.tokenizer import tokenizer_of, tokenizer_warning
+from ezpz_llm.hf.weight_files import check_weight_files
 from ezpz_llm.launch.ranks import find_rank
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if not len(prompt):
         raise UserError("the prompt has no tokens", where="--prompt", instead='--prompt "Once upon a time"')
     if options.check:
+        check_weight_files(plan.source)
         print(plan.resolved.explain())
         return 0
     with as_rank(options, "generate") as dist:

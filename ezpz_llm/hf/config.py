@@ -12,6 +12,10 @@ from ezpz_llm.model.parameters import parameter_shapes
 
 _GELU: dict[str, Mlp] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 _LARGE_VOCABULARY = 2 ** 15
+_ROTARY: dict[str, Any] = {"rope_interleave": False, "rope_interleaved": False, "rope_traditional": False,
+                           "partial_rotary_factor": 1}
+"""Keys that state which dimensions rotate together, and the value that means ours. Files of other programs have
+them (DeepSeek, Nanotron, MLX), and no tensor's shape shows the difference."""
 _ABSENT = object()
 
 
@@ -117,9 +121,16 @@ def _from_llama(keys: _Keys, family: _Family) -> ModelConfig:
     rope = {**(keys.get("rope_scaling", {})), **(keys.get("rope_parameters", {}))}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     keys.must_be("rope_type", rope_type, "default", "llama3")
+    for name, value in _ROTARY.items():
+        keys.must_be(name, rope.get(name, keys.get(name, value)), value)
     keys.must_be("hidden_act", keys.get("hidden_act", "silu"), "silu", "swish")
     keys.must_be("use_sliding_window", keys.get("use_sliding_window", False), False)
-    window = keys.get("sliding_window", 0) if family.architecture.startswith("Mistral") else 0
+    window = 0
+    if family.architecture.startswith("Mistral"):  # transformers ignores its layer_types
+        window = keys.get("sliding_window", 0)
+    else:
+        for layer_type in keys.get("layer_types", []):
+            keys.must_be("layer_types", layer_type, "full_attention")
     bias = keys.get("attention_bias", False)
     if family.architecture != "LlamaForCausalLM":  # other families have biases in attention only
         keys.must_be("attention_bias", bias, False)

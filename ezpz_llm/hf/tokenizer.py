@@ -66,7 +66,7 @@ def tokenizer_argument_for(source: Source, given: str | None, corpus: str, asked
     for part, _ in find_mixture(corpus) or [(corpus, 1.0)]:
         folder = prepared_folder(corpus=part)
         of_corpus = None if folder is None else read_manifest(folder).tokenizer
-        if of_corpus is not None and of_corpus.fingerprint != own.fingerprint:
+        if of_corpus is not None and not own.has_same_ids(of_corpus):
             raise _mismatch(source, own, describe(of_corpus), str(folder))
     return tokenizer_argument(own, source.folder)
 
@@ -86,7 +86,7 @@ def tokenizer_mismatch(source: Source, used: TokenizerEntry) -> str | None:
         used: manifest entry of the tokenizer that made the tokens.
     """
     own = entry_of(source)
-    if own is not None and own.fingerprint == used.fingerprint:
+    if own is not None and own.has_same_ids(used):
         return None
     name = describe(own) if own is not None else find_unsupported_tokenizer(source.folder)
     if name is None:

@@ -12,18 +12,13 @@ import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from msgspec import Struct
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ezpz_llm.base import UserError, join_file_name, open_regular, read_json
-from ezpz_llm.base.records import as_record
+from ezpz_llm.base import UserError
 from ezpz_llm.base.version import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
@@ -32,19 +27,14 @@ from ezpz_llm.checkpoint.writer import write_tensors
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import raise_together, run_together
 from ezpz_llm.hf.config import StoredTensor, stored_tensors, to_hf
-from ezpz_llm.hf.source import CONFIG, Source, adapter_error
+from ezpz_llm.hf.source import CONFIG, Source
 from ezpz_llm.hf.tokenizer import entry_of, write_tokenizer
+from ezpz_llm.hf.weight_files import TensorFiles, locate_tensors
 from ezpz_llm.model.config import HEAD, TABLE, ModelConfig
 from ezpz_llm.model.parameters import Box, parameter_shapes, size, whole_box
 from ezpz_llm.rundir import write_json
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_WRAPPERS = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Name components that torch.compile, DDP, Fabric, FSDP, and activation checkpointing add."""
 _ROWS_AT_ONCE = 8192
-# Masks and RoPE frequencies that older versions of transformers stored with the weights.
-_IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def open_weights(source: Source, check_hashes: bool = True) -> Weights:
@@ -89,8 +79,7 @@ class Weights(ABC):
 
     def __init__(self, model: ModelConfig, where: Path) -> None:
         self.model, self.where = model, where
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files = TensorFiles(where, "pt")
         self._means: dict[str, Tensor] = {}
         self._non_finite: str | None = None
         self.notes: list[str] = []
@@ -100,7 +89,7 @@ class Weights(ABC):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        self._files.__exit__(*exception)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a parameter, fp32 on CPU, in the shape of the box.
@@ -157,21 +146,6 @@ class Weights(ABC):
     def read_stored(self, name: str, box: Box) -> Tensor:
         """Return a box of the stored rows of a parameter."""
 
-    def open(self, name: str) -> Any:
-        """Open a file, memory-mapped on first use.
-
-        Raises:
-            UserError: it is missing, or not a safetensors file.
-        """
-        if name not in self._files:
-            try:
-                open_regular(self.where / name).close()
-                self._files[name] = self._stack.enter_context(safe_open(self.where / name, framework="pt"))
-            except (UserError, OSError, SafetensorError) as error:
-                reason = error.found if isinstance(error, UserError) else error
-                raise UserError(f"{name} cannot be read: {reason}", where=str(self.where)) from error
-        return self._files[name]
-
 
 class CheckpointWeights(Weights):
     """Weights of a checkpoint, saved under any layout."""
@@ -191,12 +165,8 @@ class CheckpointWeights(Weights):
     def read_stored(self, name: str, box: Box) -> Tensor:
         """Assemble the box of a parameter from the ranks' files, in fp32."""
         result = torch.empty(size(box))
-        fill({WEIGHT: result}, (box, 0, size(box)), self._parameters[name], self.open)
+        fill({WEIGHT: result}, (box, 0, size(box)), self._parameters[name], self._files.open)
         return self._note_non_finite(name, result).view([stop - start for start, stop in box])
-
-
-class _IndexFile(Struct, frozen=True):
-    weight_map: dict[str, str]
 
 
 class _HfWeights(Weights):
@@ -204,21 +174,17 @@ class _HfWeights(Weights):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.model, source.folder)
-        self._location = self._find_tensors()
-        self._tensors: dict[str, list[StoredTensor]] = {}
-        for stored in stored_tensors(source.model):
-            self._check_shape(stored)
-            self._tensors.setdefault(stored.ours, []).append(stored)
-        self._reject_unknown_tensors()
+        self._found = locate_tensors(source.model, self._files)
+        self.notes += self._found.notes
 
     def rows(self, name: str) -> int:
         """Return the number of rows of the parameter `name`, over all its tensors."""
-        return self._tensors[name][-1].stop
+        return self._found.tensors[name][-1].stop
 
     def read_stored(self, name: str, box: Box) -> Tensor:
         """Assemble the box of a parameter from its Hugging Face tensors, in fp32."""
         parts = []
-        for stored in self._tensors[name]:
+        for stored in self._found.tensors[name]:
             first, stop = max(box[0][0], stored.first), min(box[0][1], stored.stop)
             if first < stop:
                 sides = (slice(first - stored.first, stop - stored.first), *(slice(*side) for side in box[1:]))
@@ -226,70 +192,9 @@ class _HfWeights(Weights):
         return torch.cat(parts)
 
     def _read(self, stored: StoredTensor, sides: tuple[slice, ...]) -> Tensor:
-        tensor = self.open(self._location[stored.name][0]).get_slice(self._location[stored.name][1])
+        file, name = self._found.files[stored.name]
+        tensor = self._files.open(file).get_slice(name)
         return tensor[sides[::-1]].T if stored.transposed else tensor[sides]
-
-    def _find_tensors(self) -> dict[str, tuple[str, str]]:
-        """Return each tensor's file and stored name, by its name with the base model's prefix."""
-        prefix = "transformer." if self.model.position == "learned" else "model."
-        where: dict[str, tuple[str, str]] = {}
-        wrappers: set[str] = set()
-        for file, name in self._stored_names():
-            if ".lora_" in name:
-                raise adapter_error(self.where)
-            parts = name.split(".")
-            wrappers.update(_WRAPPERS.intersection(parts))
-            plain = ".".join(part for part in parts if part not in _WRAPPERS)
-            full = plain if plain == HEAD or plain.startswith(prefix) else prefix + plain
-            if full in where:
-                raise UserError(f"the weights have the tensor {full} twice: {where[full][1]} in {where[full][0]}, "
-                                f"{name} in {file}", where=str(self.where), instead="weights that have it once")
-            where[full] = (file, name)
-        if wrappers:
-            self.notes.append(f"ignoring {', '.join(sorted(wrappers))}, which model wrappers add, in the names of "
-                              "the weights")
-        if self.model.tied and HEAD in where and self._table not in where:
-            where[self._table] = where.pop(HEAD)  # as transformers does
-        return where
-
-    @property
-    def _table(self) -> str:
-        """Stored name of the embedding."""
-        return next(stored.name for stored in stored_tensors(self.model) if stored.ours == TABLE)
-
-    def _stored_names(self) -> list[tuple[str, str]]:
-        """Return (file, name) of each stored tensor, from the files that transformers would load."""
-        present = [name for name in (_SINGLE, _INDEX, *_PICKLED) if (self.where / name).is_file()]
-        if not present or present[0] in _PICKLED:
-            raise UserError(f"there is neither {_SINGLE} nor {_INDEX}", where=str(self.where),
-                            instead="use a checkpoint in safetensors, or convert pytorch_model.bin (which requires "
-                                    "unpickling) with transformers' save_pretrained")
-        if len(present) > 1:
-            self.notes.append(f"{self.where} has {' and '.join(present)}: using {present[0]}, as transformers does")
-        if present[0] == _SINGLE:
-            return [(_SINGLE, name) for name in self.open(_SINGLE).keys()]  # noqa: SIM118 (not a mapping)
-        where = str(self.where / _INDEX)
-        index = as_record(_IndexFile, read_json(self.where / _INDEX), where)
-        files = sorted({join_file_name(self.where, file, where).name for file in index.weight_map.values()})
-        stored = [(file, name) for file in files for name in self.open(file).keys()]  # noqa: SIM118
-        pairs = set(stored)
-        for name, file in index.weight_map.items():
-            if (file, name) not in pairs:
-                raise UserError(f"{file} has no tensor {name}, which {_INDEX} lists", where=str(self.where),
-                                instead="the index that belongs to these files")
-        return stored
-
-    def _check_shape(self, stored: StoredTensor) -> None:
-        if stored.name not in self._location:
-            tie = ", or set tie_word_embeddings to true there if the head is the embedding"
-            raise UserError(f"the weights have no tensor {stored.name}", where=str(self.where),
-                            instead="the weights that belong to this config.json" + tie * (stored.ours == HEAD))
-        file, name = self._location[stored.name]
-        shape = tuple(self.open(file).get_slice(name).get_shape())
-        if shape != stored.stored_shape:
-            raise UserError(f"{stored.name} is {list(shape)} in the weights, but "
-                            f"{list(stored.stored_shape)} according to config.json", where=str(self.where),
-                            instead="the weights that belong to this config.json")
 
     def check_head(self) -> None:
         """Check that a stored head equals the embedding that it is tied to.
@@ -297,28 +202,18 @@ class _HfWeights(Weights):
         Raises:
             UserError: it differs; transformers would then use both, without tying them.
         """
-        if not self.model.tied or HEAD not in self._location:
+        if not self.model.tied or HEAD not in self._found.files:
             return
-        head, table = (self.open(file).get_slice(name)
-                       for file, name in (self._location[HEAD], self._location[self._table]))
+        head, table = (self._files.open(file).get_slice(name)
+                       for file, name in (self._found.files[HEAD], self._found.files[self._found.table]))
         parts = (slice(first, first + _ROWS_AT_ONCE) for first in range(0, table.get_shape()[0], _ROWS_AT_ONCE))
         # NaN does not equal itself; `check_finite` reports it with a clearer message.
         if head.get_shape() != table.get_shape() or not all(
                 torch.equal(head[part].nan_to_num(), table[part].nan_to_num()) for part in parts):
-            raise UserError(f"{HEAD} differs from the embedding {self._table}, although config.json ties them",
-                            where=str(self.where),
+            raise UserError(f"{HEAD} differs from the embedding {self._found.table}, although config.json ties "
+                            "them", where=str(self.where),
                             instead='set "tie_word_embeddings": false in config.json if the stored head is right, '
                                     f"or use weights without {HEAD}")
-
-    def _reject_unknown_tensors(self) -> None:
-        """Raise an error for an unknown tensor: the model differs from config.json."""
-        known = {stored.name for tensors in self._tensors.values() for stored in tensors}
-        tied = {HEAD} if self.model.tied else set()
-        for name in self._location.keys() - known - tied:
-            if not name.endswith(_IGNORED_SUFFIXES):
-                raise UserError(f"the weights have a tensor {name}, which the model of this config.json does not "
-                                "have", where=str(self.where),
-                                instead="the weights that belong to this config.json")
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -25,6 +25,7 @@ from ezpz_llm.engine.build import put_in_engine
 from ezpz_llm.engine.precision import parameter_dtype
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import DEFAULT
+from ezpz_llm.library.hf_settings import check_hf_settings, hf_settings
 from ezpz_llm.library.initial_state import (
     broadcast_values,
     check_optimizer,
@@ -248,7 +249,8 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
     run = current("save_checkpoint")
     _require_known_state(model.optimizer)
     with run.phase("checkpoints"):
-        return save(model.engine, run.dist, run.dist.run_dir, Progress(step=step, user=state))
+        return save(model.engine, run.dist, run.dist.run_dir,
+                    Progress(step=step, hf_config=hf_settings(model.module), user=state))
 
 
 def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str, Any] | None:
@@ -273,7 +275,8 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
             return None
         where = run.run_dir
     run_together(run.dist, lambda: _check_path(Path(where)), on_main=True)
-    loaded = load_newest(where, model.engine, run.dist, lambda folder, state: None)
+    loaded = load_newest(where, model.engine, run.dist,
+                         lambda folder, state: check_hf_settings(state.hf_config, model.module, folder))
     run.step = loaded.state.step
     run.begin_step()
     saved = as_plain(loaded.state)

@@ -8,7 +8,7 @@ Symbols: C width, D head dimension, H heads, L layers, T context length, V vocab
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -20,9 +20,12 @@ Mlp = Literal["gelu", "gelu_erf", "swiglu"]
 QKNorm = Literal["none", "head", "width"]
 NormOrder = Literal["before", "after"]
 Init = Literal["gpt2", "llama"]
+RotaryPairing = Literal["half"]
+QkvOrder = Literal["q, k, v"]
 
 _CHOICES = {"norm": get_args(Norm), "position": get_args(Position), "mlp": get_args(Mlp),
-            "init": get_args(Init), "qk_norm": get_args(QKNorm), "norm_order": get_args(NormOrder)}
+            "init": get_args(Init), "qk_norm": get_args(QKNorm), "norm_order": get_args(NormOrder),
+            "rotary_pairing": get_args(RotaryPairing), "qkv_order": get_args(QkvOrder)}
 _COUNTS = {"n_layer": 10_000, "n_head": 65_536, "n_kv_head": 65_536, "n_embd": 2**20, "head_dim": 2**20,
            "block_size": 2**24, "rope_context": 2**24,
            "vocab_size": MAX_IDS, "vocab_multiple": 2**20, "intermediate_size": 2**24}
@@ -71,6 +74,11 @@ class ModelConfig:
     rope_high: float = 4.0
     """Turns within `rope_context` from which a frequency is unchanged; in between, the rule interpolates."""
     rope_context: int = 8192
+    rotary_pairing: RotaryPairing = "half"
+    """Dimensions of a head that rotate together: "half" for i and i + D/2. Like `qkv_order`, it has one value, and
+    is recorded in checkpoints because no shape shows it."""
+    qkv_order: QkvOrder = "q, k, v"
+    """Rows of the fused projection: the heads of all queries, then of all keys, then of all values."""
     window: int = 0
     """Sliding window of attention in tokens, including the token itself (Mistral); 0: unlimited. The context must
     not be longer than the window, which then has no effect."""
@@ -162,6 +170,12 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and width of the logits, V."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+def differing_settings(model: ModelConfig, other: ModelConfig, ignored: Collection[str] = ()) -> list[str]:
+    """Return the names of all settings that differ between two models, except those in `ignored`."""
+    return [field.name for field in fields(ModelConfig)
+            if field.name not in ignored and getattr(model, field.name) != getattr(other, field.name)]
 
 
 def _intermediate_size(mlp: str, n_embd: int) -> int:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from ezpz_llm.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range, UserError, shorten_value, user_path
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.state import State, read_state
+from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import check_corpus
+from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import choose_tokenizer as choose_tokenizer
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.hf.source import Source, find_source, with_model_changes
 from ezpz_llm.hf.tokenizer import tokenizer_argument_for
+from ezpz_llm.hf.weight_files import check_weight_files
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
 from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, Request, Resolved, resolve
 from ezpz_llm.layout.value_source import DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.attention import check_attention
-from ezpz_llm.model.config import ModelConfig, get_model_config
+from ezpz_llm.model.config import ModelConfig, differing_settings, get_model_config
 from ezpz_llm.observe.trackers import parse_trackers
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.trainer.checkpoint_identity import check_identity
 from ezpz_llm.trainer.compile_choice import check_compiler, choose_compile
 from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, RunConfig, TrainConfig
 from ezpz_llm.trainer.options import Options
@@ -46,8 +49,6 @@ RANGES = {
                      "clip", "min_lr", "warmup_min_lr", "z_loss"), _NON_NEGATIVE),
 }
 """Range of each number in a configuration. `ModelConfig` checks the numbers of the model."""
-_MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
-"""Model fields that may differ between a checkpoint and the run (loading compares the embedding's rows)."""
 
 
 @dataclass(frozen=True)
@@ -218,13 +219,15 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
                     device=device if options.config.device == "auto" else None)
     if plan.config.compile and plan.sources["compile"].origin is not Origin.DERIVED:
         check_compiler(plan.config.device, plan.sources["compile"])
-    check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size, plan.config.text_key,
-                 decodes=plan.config.sample_tokens > 0 or plan.config.hellaswag is not None)
+    tokens = check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size, plan.config.text_key,
+                          decodes=plan.config.sample_tokens > 0 or plan.config.hellaswag is not None)
     if plan.config.hellaswag is not None:
         read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    if plan.init_weights_source is not None and plan.config.resume is None:
+        check_weight_files(plan.init_weights_source)
     if plan.config.resume is not None:
-        _check_resume(plan, plan.config.resume)
+        _check_resume(plan, plan.config.resume, tokens)
     elif folder and not renames_old_metrics and RunDir(Path(folder)).metrics.exists():
         raise UserError("the run directory holds another run's metrics", where=folder,
                         instead=f"another --run-dir, or --resume {folder} to continue that run")
@@ -240,49 +243,15 @@ def _known_vocabulary(config: TrainConfig) -> int | None:
     return None if folder is None else read_manifest(folder).vocab_size
 
 
-def _check_resume(plan: RunPlan, where: str) -> Path:
-    """Return the checkpoint that the run will resume from, unless its hashes turn out to be wrong on loading.
+def _check_resume(plan: RunPlan, where: str, tokens: TokenData | None) -> None:
+    """Check the checkpoint that the run will resume from, unless its hashes turn out to be wrong on loading.
 
     Raises:
         UserError: there is no checkpoint, or it does not fit the run.
     """
     folder = find(Path(where))
-    check_state(plan, folder, read_state(folder))
-    return folder
-
-
-def check_state(plan: RunPlan, folder: Path, state: State, data: str | None = None) -> None:
-    """Check that a run can resume from a checkpoint with this state.
-
-    Args:
-        data: fingerprint of the run's tokens, once known.
-
-    Raises:
-        UserError: the seed, data or model differs, or the checkpoint's step is not below `--steps`.
-    """
-    config, model = plan.config, state.model
-    if model is None or None in (state.consumed, state.sample_hash, state.seed, state.data):
-        raise UserError("the checkpoint was not saved by the trainer, or its state.json is incomplete",
-                        where=str(folder), instead="resume from a checkpoint of ezpz_llm.train")
-    if state.seed != config.seed:
-        raise UserError(f"the checkpoint's seed is {state.seed}, this run's is {config.seed}: the order of "
-                        "samples would change", where=str(folder),
-                        instead="the same seed, or a new run without --resume")
-    if data is not None and state.data != data:
-        raise UserError(f"the tokens of {config.corpus} differ from the checkpoint's: the training "
-                        "samples would change", where=str(folder),
-                        instead="the text, tokenizer and validation split of the checkpoint's run, or a new run "
-                                "without --resume")
-    for name, value in asdict(plan.model).items():
-        # Rotary embeddings have no table, so they allow any context length.
-        may_differ = name in _MAY_CHANGE or (name == "block_size" and plan.model.position == "rope")
-        if not may_differ and model.get(name, value) != value:
-            raise UserError(f"the checkpoint is of another model: {name} is {model[name]} in the "
-                            f"checkpoint and {value} in this run", where=str(folder),
-                            instead="use the model options of the run that saved it")
-    if state.step >= config.steps:
-        raise UserError(f"the checkpoint is of step {state.step}, but this run ends at step {config.steps}",
-                        where=str(folder), instead=f"--steps {2 * state.step}, or any number above {state.step}")
+    model = plan.model if tokens is None else _with_vocabulary(plan.config, plan.model, tokens.vocab_size)
+    check_identity(plan.config, model, folder, read_state(folder), tokens)
 
 
 def _invalid(options: Options, name: str, instead: str) -> UserError:
@@ -345,12 +314,11 @@ def _choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, S
         return get_model_config(config.model, **overrides), config.model, None
     source = find_source(config.init_from, "--init-from")
     if named:
-        for name, value in asdict(get_model_config(config.model, **overrides)).items():
-            of_weights = getattr(source.model, name)
-            if name not in _NOT_SHAPE and value != of_weights:
-                raise UserError(f"{config.model} is not the model of these weights: {name} is {value} in the "
-                                f"model and {of_weights} in the weights", where=str(source.folder),
-                                instead="omit --model: the weights set the shape")
+        model = get_model_config(config.model, **overrides)
+        for name in differing_settings(model, source.model, _NOT_SHAPE)[:1]:
+            raise UserError(f"{config.model} is not the model of these weights: {name} is {getattr(model, name)} "
+                            f"in the model and {getattr(source.model, name)} in the weights",
+                            where=str(source.folder), instead="omit --model: the weights set the shape")
     name = config.model if named else PurePath(config.init_from).name or str(source.folder)
     return with_model_changes(source.model, str(source.folder), **overrides), name, source
 

@@ -144,7 +144,7 @@ def _with_settings(options: Options, run: RunDir, record: RunRecord) -> Options:
     settings = {name: value for name, value in saved.items()
                 if name in FIELDS and name not in chosen | _PER_ATTEMPT
                 and (name not in sources or sources[name].origin not in _REDERIVED)}
-    if "ds_config" in chosen and options.config.ds_config != saved.get("ds_config"):
+    if "ds_config" in chosen:  # the run may have had the same one with another --tp
         settings = {name: value for name, value in settings.items() if name not in _DEGREES}
     settings = {**{name: value for name, value in settings.items() if name not in _BATCH}, **_batch(run, chosen)}
     for name, value in settings.items():

@@ -9,8 +9,8 @@ from ezpz_llm import checkpoint
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.checkpoint.state import State
 from ezpz_llm.rundir.records import Rollback, read_record, update_record
+from ezpz_llm.trainer.checkpoint_identity import check_identity
 from ezpz_llm.trainer.checkpoint_saves import finish_save
-from ezpz_llm.trainer.plan import check_state
 from ezpz_llm.trainer.session import Session, Stop
 
 _MAX_ROLLBACKS = 3
@@ -49,7 +49,7 @@ def _roll_back(session: Session, source: str | Path, reason: str) -> None:
     """
     def accept(folder: Path, state: State) -> None:
         """Reject a checkpoint that does not fit, or that was written during bad steps if there is an older one."""
-        check_state(session.plan, folder, state, session.data.tokens.fingerprint)
+        check_identity(session.config, session.plan.model, folder, state, session.data.tokens)
         # Only an early end saves during bad steps.
         if (state.guard or {}).get("streak") and folder != candidates(source)[-1]:
             raise checkpoint.DamagedCheckpointError("the checkpoint was written during bad steps",

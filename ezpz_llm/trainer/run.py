@@ -39,12 +39,13 @@ from ezpz_llm.trainer.callbacks.callback_order import ordered_callbacks
 from ezpz_llm.trainer.callbacks.callback_runner import Callbacks
 from ezpz_llm.trainer.callbacks.hellaswag_score import hellaswag_items
 from ezpz_llm.trainer.callbacks.text_samples import prompt_tokens
+from ezpz_llm.trainer.checkpoint_identity import check_identity
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.device_choices import with_device_choices
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run, with_tokenizer
+from ezpz_llm.trainer.plan import RunPlan, plan_run, with_tokenizer
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.resume import ResumePoint, find_resume_point, rename_old_metrics
 from ezpz_llm.trainer.resume_changes import resume_warning
@@ -162,7 +163,7 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
     config = plan.config
 
     def accept(folder: Path, state: State) -> None:
-        check_state(plan, folder, state, data.fingerprint)
+        check_identity(config, plan.model, folder, state, data)
 
     loaded = checkpoint.load_newest(config.resume, engine, dist, accept)
     state = loaded.state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from forked_ranks import Server
 from places import ROOT
 
+from ezpz_llm import train
 from ezpz_llm.checkpoint.manifest import STATE, complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
@@ -118,6 +120,49 @@ def test_a_few_pairs_of_layouts(server: Server, tmp_path: Path) -> None:
     assert len(set(saved["one process"]["losses"])) == STEPS
     data = TokenData.open(prepare("stdlib", progress=False))
     assert saved["pp2_tp2"]["sample_hash"] == hash_of(data.split("train"), saved["pp2_tp2"]["consumed"])
+
+
+def legal_pairs() -> list[tuple[str, str]]:
+    """Return all pairs (saved, resumed) of layouts with the same global batch."""
+    return [(before, after) for after in LAYOUTS for before in LAYOUTS
+            if _global_batch(before) == _global_batch(after)]
+
+
+@pytest.fixture(scope="module")
+def saved_by_each(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Results of `save_and_go_on`, with a checkpoint, for every layout."""
+    if not all(map(is_built, OPS)):
+        pytest.skip("some layouts require DeepSpeed's ops (ezpz-llm doctor --build-ops)")
+    folder = tmp_path_factory.mktemp("saved")
+    return {name: ask(server, folder, "save_and_go_on", name) for name in LAYOUTS}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_every_legal_pair_passes_the_check(saved_by_each: dict[str, dict[str, Any]],
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """Check every pair as launch does before it starts ranks: with the whole command, in one process."""
+    pairs = legal_pairs()
+    recorded = {pair.replace("micro batch", "micro-batch") for pair in read_json(RESULT)["differences"]}
+    assert len(recorded) == 730
+    assert recorded <= {f"{before} -> {after}" for before, after in pairs}
+    for before, after in pairs:
+        words = ["--resume", saved_by_each[before]["folder"], *words_of(after), "--device", "cpu"]
+        code = train.main([*words, "--check", "--world-size", str(LAYOUTS[after][0])])
+        captured = capsys.readouterr()
+        assert (code, "error" in captured.err) == (0, False), (before, after, captured.err)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_sampled_pairs_train(server: Server, saved_by_each: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    sampled = random.Random(0).sample(legal_pairs(), 20)
+    resumed = {after: ask(server, tmp_path, "go_on_from_each", after, checkpoints={
+                   before: saved_by_each[before]["folder"] for before, other in sampled if other == after})
+               for after in {after for _, after in sampled}}
+    differences = compare(saved_by_each, resumed)
+    assert len(differences) == 20
+    assert max(differences.values()) < CLOSE, differences
 
 
 @pytest.mark.full

@@ -134,6 +134,22 @@ def test_prepared_corpus_of_another_tokenizer_is_rejected_unless_requested(place
         train("--init-from", folder, "--corpus", shards, "--tokenizer", "char")
 
 
+def test_another_end_of_text_token_is_another_tokenizer(place: Path) -> None:
+    """The same tokenizer.json with another eos_token gives the same ids for text, but not between documents."""
+    folder = weights(place / "hf", None, vocab_size=700)
+    shards = {}
+    for name in ("<pad>", "<|endoftext|>"):
+        copy_files(trained("byte-level BPE"), folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": name}))
+        shards[name] = prepare("text.txt", str(folder), progress=False)
+    first, second = (read_manifest(shards[name]) for name in shards)
+    assert (first.end_of_text, second.end_of_text) == (0, 1)
+    assert first.tokenizer.fingerprint == second.tokenizer.fingerprint
+    train("--init-from", folder, "--corpus", shards["<|endoftext|>"])
+    with pytest.raises(UserError, match=r"is hf \(.*end-of-text 1, .* corpus's is hf \(.*end-of-text 0, "):
+        train("--init-from", folder, "--corpus", shards["<pad>"])
+
+
 def test_unknown_and_unsupported_tokenizers_are_rejected_by_name(place: Path) -> None:
     folder = weights(place / "hf", None, vocab_size=300)
     for check in (lambda: train("--init-from", folder, "--corpus", "text.txt"),

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from places import HELPERS, ROOT
 from slowness import scaled
@@ -25,8 +26,9 @@ from ezpz_llm.layout import ds_config
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record
 from ezpz_llm.rundir.value_source_record import Source
+from ezpz_llm.trainer.checkpoint_identity import check_identity
 from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import check_state, plan_run
+from ezpz_llm.trainer.plan import plan_run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
 SMALL = ["--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048", "--sample-tokens", "20",
@@ -218,9 +220,11 @@ def test_a_run_on_own_text_resumes_in_its_directory(tmp_path):
     assert [p.name for p in complete_checkpoints(RunDir(run_dir).checkpoints)] == ["step-00000005"]
     saved = find(run_dir)
     resumed = parse([*options, "--steps", "9", "--resume", str(run_dir)])
+    tokens = TokenData.open(folder)
+    plan = plan_run(resumed, 1, vocab_size=tokens.vocab_size)
+    state = msgspec.structs.replace(read_state(saved), data="other tokens")
     with pytest.raises(UserError, match=f"the tokens of {folder} differ from the checkpoint's"):
-        check_state(plan_run(resumed, 1, vocab_size=TokenData.open(folder).vocab_size), saved,
-                    read_state(saved), data="other tokens")
+        check_identity(plan.config, plan.model, saved, state, tokens)
     for wrong, message in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),
                            (["--tokenizer", "bytes"], "was prepared with the tokenizer char")):
         done = alone(*wrong, "--run-dir", str(tmp_path / "none"))

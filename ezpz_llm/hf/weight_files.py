@@ -1,0 +1,188 @@
+"""Files of weights: open safetensors files, and the place of each tensor of a Hugging Face model.
+
+Imports no torch, so that files that do not fit their model are found before any rank starts.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
+
+from ezpz_llm.base import UserError, join_file_name, open_regular, read_json
+from ezpz_llm.base.records import as_record
+from ezpz_llm.checkpoint.index import check_shapes, read_index
+from ezpz_llm.hf.config import StoredTensor, stored_tensors
+from ezpz_llm.hf.source import Source, adapter_error
+from ezpz_llm.model.config import HEAD, TABLE, ModelConfig
+from ezpz_llm.model.parameters import parameter_shapes
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_WRAPPERS = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Name components that torch.compile, DDP, Fabric, FSDP, and activation checkpointing add."""
+# Masks and RoPE frequencies that older versions of transformers stored with the weights.
+_IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class TensorFiles:
+    """Safetensors files of a folder, each opened and memory-mapped on first use. Use it as a context manager.
+
+    Args:
+        framework: "pt" to read torch tensors; "numpy" to read only names and shapes.
+    """
+
+    def __init__(self, folder: Path, framework: Literal["pt", "numpy"]) -> None:
+        self.folder, self._framework = folder, framework
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def open(self, name: str) -> Any:
+        """Return an open file.
+
+        Raises:
+            UserError: it is missing, or not a safetensors file.
+        """
+        if name not in self._files:
+            try:
+                open_regular(self.folder / name).close()
+                file = safe_open(self.folder / name, framework=self._framework)
+                self._files[name] = self._stack.enter_context(file)
+            except (UserError, OSError, SafetensorError) as error:
+                reason = error.found if isinstance(error, UserError) else error
+                raise UserError(f"{name} cannot be read: {reason}", where=str(self.folder)) from error
+        return self._files[name]
+
+
+@dataclass
+class Locations:
+    """Places of a Hugging Face model's tensors.
+
+    Attributes:
+        files: (file, stored name) of each tensor, by its name with the base model's prefix.
+        tensors: tensors of each parameter of the plain model.
+        notes: notes for the user about how the files are read.
+    """
+
+    files: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tensors: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def table(self) -> str:
+        """Stored name of the embedding."""
+        return self.tensors[TABLE][0].name
+
+
+def check_weight_files(source: Source) -> None:
+    """Check that the weights' names and shapes are those of their model, without reading the weights.
+
+    Raises:
+        UserError: a file or tensor is missing, or a name or shape differs.
+    """
+    if source.kind == "checkpoint":
+        check_shapes(read_index(source.folder), parameter_shapes(source.model), source.folder)
+        return
+    with TensorFiles(source.folder, "numpy") as files:
+        locate_tensors(source.model, files)
+
+
+def locate_tensors(model: ModelConfig, files: TensorFiles) -> Locations:
+    """Find all tensors of a Hugging Face model.
+
+    Raises:
+        UserError: a file or tensor is missing, unknown or stored twice, or a shape differs.
+    """
+    found = Locations()
+    for stored in stored_tensors(model):
+        found.tensors.setdefault(stored.ours, []).append(stored)
+    _find_tensors(model, files, found)
+    for tensors in found.tensors.values():
+        for stored in tensors:
+            _check_shape(stored, files, found)
+    _reject_unknown_tensors(model, files, found)
+    return found
+
+
+def _find_tensors(model: ModelConfig, files: TensorFiles, found: Locations) -> None:
+    prefix = "transformer." if model.position == "learned" else "model."
+    wrappers: set[str] = set()
+    for file, name in _stored_names(files, found):
+        if ".lora_" in name:
+            raise adapter_error(files.folder)
+        parts = name.split(".")
+        wrappers.update(_WRAPPERS.intersection(parts))
+        plain = ".".join(part for part in parts if part not in _WRAPPERS)
+        full = plain if plain == HEAD or plain.startswith(prefix) else prefix + plain
+        if full in found.files:
+            other_file, other = found.files[full]
+            raise UserError(f"the weights have the tensor {full} twice: {other} in {other_file}, {name} in {file}",
+                            where=str(files.folder), instead="weights that have it once")
+        found.files[full] = (file, name)
+    if wrappers:
+        found.notes.append(f"ignoring {', '.join(sorted(wrappers))}, which model wrappers add, in the names of "
+                           "the weights")
+    if model.tied and HEAD in found.files and found.table not in found.files:
+        found.files[found.table] = found.files.pop(HEAD)  # as transformers does
+
+
+def _stored_names(files: TensorFiles, found: Locations) -> list[tuple[str, str]]:
+    """Return (file, name) of each stored tensor, from the files that transformers would load."""
+    folder = files.folder
+    present = [name for name in (_SINGLE, _INDEX, *_PICKLED) if (folder / name).is_file()]
+    if not present or present[0] in _PICKLED:
+        raise UserError(f"there is neither {_SINGLE} nor {_INDEX}", where=str(folder),
+                        instead="use a checkpoint in safetensors, or convert pytorch_model.bin (which requires "
+                                "unpickling) with transformers' save_pretrained")
+    if len(present) > 1:
+        found.notes.append(f"{folder} has {' and '.join(present)}: using {present[0]}, as transformers does")
+    if present[0] == _SINGLE:
+        return [(_SINGLE, name) for name in files.open(_SINGLE).keys()]  # noqa: SIM118 (not a mapping)
+    where = str(folder / _INDEX)
+    index = as_record(_IndexFile, read_json(folder / _INDEX), where)
+    names = sorted({join_file_name(folder, file, where).name for file in index.weight_map.values()})
+    stored = [(file, name) for file in names for name in files.open(file).keys()]  # noqa: SIM118
+    pairs = set(stored)
+    for name, file in index.weight_map.items():
+        if (file, name) not in pairs:
+            raise UserError(f"{file} has no tensor {name}, which {_INDEX} lists", where=str(folder),
+                            instead="the index that belongs to these files")
+    return stored
+
+
+class _IndexFile(Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def _check_shape(stored: StoredTensor, files: TensorFiles, found: Locations) -> None:
+    if stored.name not in found.files:
+        tie = ", or set tie_word_embeddings to true there if the head is the embedding"
+        raise UserError(f"the weights have no tensor {stored.name}", where=str(files.folder),
+                        instead="the weights that belong to this config.json" + tie * (stored.ours == HEAD))
+    file, name = found.files[stored.name]
+    shape = tuple(files.open(file).get_slice(name).get_shape())
+    if shape != stored.stored_shape:
+        raise UserError(f"{stored.name} is {list(shape)} in the weights, but "
+                        f"{list(stored.stored_shape)} according to config.json", where=str(files.folder),
+                        instead="the weights that belong to this config.json")
+
+
+def _reject_unknown_tensors(model: ModelConfig, files: TensorFiles, found: Locations) -> None:
+    """Raise an error for an unknown tensor: the model differs from config.json."""
+    known = {stored.name for tensors in found.tensors.values() for stored in tensors}
+    tied = {HEAD} if model.tied else set()
+    for name in found.files.keys() - known - tied:
+        if not name.endswith(_IGNORED_SUFFIXES):
+            raise UserError(f"the weights have a tensor {name}, which the model of this config.json does not "
+                            "have", where=str(files.folder),
+                            instead="the weights that belong to this config.json")
