@@ -164,7 +164,7 @@ def _remove_mask(engine: Engine, dist: Dist) -> None:
 
     from ezpz_llm.model.gpt import CausalProduct
 
-    def forward(q: Any, k: Any, v: Any) -> Any:
+    def forward(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
         return functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
     for module in engine.module.modules():
@@ -243,7 +243,7 @@ def _unmask_beyond_64(engine: Engine, dist: Dist) -> None:
 
     from ezpz_llm.model.gpt import CausalProduct
 
-    def forward(q: Any, k: Any, v: Any) -> Any:
+    def forward(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
         """Compute causal attention, with all tokens visible to rows from 64 on."""
         mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         mask[64:] = True

@@ -96,7 +96,7 @@ def _check_sequences() -> Iterator[str]:
         """Return a loss per token that depends on its position."""
         return (tokens + 10.0 * torch.arange(first, first + tokens.shape[1])) * (targets != IGNORED)
 
-    def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int) -> Tensor:
+    def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int, sequences: Tensor) -> Tensor:
         """Return the loss of a rank's part of the sequence, which begins at position `first`."""
         each = losses(tokens, targets, first)
         return each.sum(dim=-1) if reduction == "rows" else each.sum()

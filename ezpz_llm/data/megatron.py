@@ -54,6 +54,8 @@ DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 _GPT2_VOCABULARY = (50_257, 50_256)
 _AT_ONCE = 1 << 20
 """Index entries in memory at a time, since an index can have gigabytes."""
+_CHECKED_ENDS = 1000
+"""Documents of which the last token is read: a second on a network file system with 1 ms per read."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,20 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
         documents=index.starts.size - 1, tokens=index.tokens, unigram_entropy=entropy(counts),
         splits=Splits(train, val),
     ).write(folder)
+
+
+def find_unmarked_document(tokens: Path, index: Path, end: int) -> int | None:
+    """Return the number of a document that does not end with the token `end`; None if there is none.
+
+    Reads up to `_CHECKED_ENDS` documents, spread over the index, except the last one.
+    """
+    content = read_index(tokens, index)
+    stops = content.starts[1:-1]
+    documents = np.linspace(0, stops.size - 1, min(stops.size, _CHECKED_ENDS)).astype(np.int64)
+    documents = documents[stops[documents] > 0]
+    last = np.memmap(tokens, np.dtype(content.dtype).newbyteorder("<"), "r")[stops[documents] - 1]
+    unmarked = documents[last != end]
+    return int(unmarked[0]) if unmarked.size else None
 
 
 def check_megatron(data: MegatronData) -> None:

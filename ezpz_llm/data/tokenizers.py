@@ -322,6 +322,13 @@ class Choice:
             return None
         return f"{self.entry.fingerprint} {self.entry.end_of_text}" if self.entry.kind else self.entry.table
 
+    @property
+    def has_end_of_text(self) -> bool:
+        """True if the tokenizer has an end-of-text token."""
+        if self.entry is not None and self.entry.kind is not None:
+            return self.entry.end_of_text is not None
+        return self.name != CharTokenizer.name
+
     def fits(self, entry: TokenizerEntry) -> bool:
         """Return True if the tokenizer with the manifest entry `entry` satisfies this request."""
         if self.entry is None:

@@ -11,7 +11,7 @@ DeepSpeed's train_batch ends each step with further collectives and prints.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -51,6 +51,7 @@ class PipelineEngine(Engine):
         super().__init__(model, resolved, dist)
         self._stages = dist.mesh.degrees.peers(dist.rank, "pp")
         self._sends = dist.mesh.separate_group("pp")
+        self._tokens: Tensor | None = None
         self._targets: Tensor | None = None
         self._dtype = parameter_dtype(resolved.precision)
         self._reduced = gradient_dtype(resolved.gradients.reduced)
@@ -77,7 +78,14 @@ class PipelineEngine(Engine):
 
     def _compute(self, inputs: Tensor) -> Tensor:
         """Run this stage's forward pass; the last stage returns the loss, so that logits are freed at once."""
-        return self.module(inputs, self._targets) if self.module.is_last else self.module(inputs)
+        targets = self._targets if self.module.is_last else None
+        return self.module(inputs, targets, sequences=self._tokens)
+
+    def _keep_tokens(self, micro_batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield micro-batches; keep the tokens of the latest one for the document mask."""
+        for micro_batch in micro_batches:
+            self._tokens = micro_batch[0]
+            yield micro_batch
 
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
@@ -86,12 +94,15 @@ class PipelineEngine(Engine):
         set_lr(engine.optimizer, lr)
         if self._scale is not None:
             engine.optimizer.override_loss_scale(self._scale.scale)
-        engine.set_dataiterator(iter(micro_batches))
+        batches = self._keep_tokens(micro_batches)
+        engine.set_dataiterator(batches)
         engine.total_loss, engine.fwd_outputs = None, []
         for instruction in self._instructions:
             phase = _PHASES.get(instruction.name)
             if phase == "forward" and self.module.is_last:
                 self._targets = engine.pipe_buffers["labels"][instruction.buffer_id]
+            elif phase == "forward" and self.module.end_of_text is not None and not self.module.is_first:
+                next(batches)  # DeepSpeed loads micro-batches only in the first and the last stage
             with nullcontext() if phase is None else span(phase):
                 if instruction.name == "ReduceTiedGrads":
                     self._sum_over_replicas()
@@ -143,12 +154,12 @@ class PipelineEngine(Engine):
 
     def loss_sum(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss on the last stage; other stages return 0 once they have sent their output."""
-        output = self._forward_through_stage(tokens, targets, reduction="sum")
+        output = self._forward_through_stage(tokens, targets, reduction="sum", sequences=tokens)
         return torch.zeros((), device=self.device) if output is None else output
 
     def row_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each row on the last stage, zeros on the others."""
-        output = self._forward_through_stage(tokens, targets, reduction="rows")
+        output = self._forward_through_stage(tokens, targets, reduction="rows", sequences=tokens)
         return torch.zeros(len(tokens), device=self.device) if output is None else output
 
     def next_logits(self, tokens: Tensor) -> Tensor:
@@ -161,15 +172,16 @@ class PipelineEngine(Engine):
         torch.distributed.broadcast(logits, self._stages[-1], group=self._mesh.group("pp"))
         return logits
 
-    def _forward_through_stage(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    def _forward_through_stage(self, tokens: Tensor, *args: Any, sequences: Tensor | None = None,
+                               **kwargs: Any) -> Tensor | None:
         """Run a batch through this stage and send it to the next; the last stage returns its output."""
         x, stage = tokens, self._mesh.pp_rank
         if not self.module.is_first:
             x = torch.empty(*tokens.shape, self.module.config.n_embd, dtype=self._dtype, device=self.device)
             torch.distributed.recv(x, self._stages[stage - 1], group=self._sends)
         if self.module.is_last:
-            return self.module(x, *args, **kwargs)
-        torch.distributed.send(self.module(x), self._stages[stage + 1], group=self._sends)
+            return self.module(x, *args, sequences=sequences, **kwargs)
+        torch.distributed.send(self.module(x, sequences=sequences), self._stages[stage + 1], group=self._sends)
         return None
 
     def training_state(self) -> EngineState:

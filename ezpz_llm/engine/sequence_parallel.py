@@ -54,17 +54,22 @@ class _SequenceProduct(nn.Module):
         # When traced, the all-to-all silently loses its gradient. A decorator would import the compiler.
         self._eager = torch.compiler.disable(self._exchange)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention of (B, H, S, D) each; keys and values may have fewer heads. Returns (B, H, S, D)."""
-        return self._eager(q, k, v)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        """Compute attention of (B, H, S, D) each; keys and values may have fewer heads. Returns (B, H, S, D).
 
-    def _exchange(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        Args:
+            mask: document mask of whole sequences, if any, (B, 1, T, T).
+        """
+        return self._eager(q, k, v, *mask)
+
+    def _exchange(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         shares = (heads.transpose(1, 2) for heads in (q, k, v))
-        return self.distributed(*shares, batch_dim_idx=0).transpose(1, 2)
+        # DeepSpeed passes what follows its own two arguments, batch_dim_idx and rotary_pos_emb, to `_whole`.
+        return self.distributed(*shares, 0, None, *mask).transpose(1, 2)
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         """Compute attention of some heads over whole sequences, (B, T, H / size, D)."""
-        return self.inner(*(heads.transpose(1, 2) for heads in (q, k, v))).transpose(1, 2)
+        return self.inner(*(heads.transpose(1, 2) for heads in (q, k, v)), *mask).transpose(1, 2)
 
 
 def _shared(inner: Callable[..., Tensor], rank: int, size: int,
@@ -82,7 +87,8 @@ def _shared(inner: Callable[..., Tensor], rank: int, size: int,
         share = tokens.shape[1] // size
         own_share = slice(rank * share, (rank + 1) * share)
         summed = "rows" if reduction == "rows" else "sum"
-        loss = inner(tokens[:, own_share], targets[:, own_share], summed, first=rank * share)
+        loss = inner(tokens[:, own_share], targets[:, own_share], summed, first=rank * share,
+                     sequences=tokens)
         if reduction != "mean":
             return loss
         # Divide by the targets of all shares, which may be unevenly distributed.

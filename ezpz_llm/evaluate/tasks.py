@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.base import UserError, import_package, require_package, user_path
+from ezpz_llm.data.document_separator import document_separator
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.prepare import check_corpus
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Corpus to compute the validation loss on. `tokens` is None for the whole split."""
+    """Corpus to compute the validation loss on, with the run's mask. `tokens` is None for the whole split."""
 
     corpus: str
     tokenizer: str
     tokens: int | None
     text_key: str
+    mask_documents: bool
 
 
 def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
@@ -57,8 +59,9 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
         raise UserError(f"tokens is {tokens}", where="--tokens", instead="1 or more, or 0 for the whole split")
     tokenizer = tokenizer_argument_for(plan.source, options.tokenizer, corpus, asked=options.tokenizer is not None)
     text_key = settings.text_key or TEXT if corpus == settings.corpus else TEXT
-    check_corpus(corpus, tokenizer, plan.model.block_size, text_key)
-    return Corpus(corpus, tokenizer, tokens or None, text_key)
+    masks = bool(settings.mask_documents)
+    check_corpus(corpus, tokenizer, plan.model.block_size, text_key, separates=masks)
+    return Corpus(corpus, tokenizer, tokens or None, text_key, masks)
 
 
 def _corpus_of_run(plan: ModelPlan) -> str | None:
@@ -78,12 +81,14 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
     from ezpz_llm.data.samples import ValidationWindows
     from ezpz_llm.evaluate.model import open_model
     from ezpz_llm.evaluate.validation import open_corpus, validation_loss
+    from ezpz_llm.model.document_mask import mask_documents
 
     data = open_corpus(planned.corpus, planned.tokenizer, dist, planned.text_key)
     check_vocabulary(data.vocab_size, plan.model)
     _warn(dist, tokenizer_mismatch(plan.source, data.manifest.tokenizer))
     windows = ValidationWindows(data.split("val"), plan.model.block_size, planned.tokens)
     engine = open_model(plan, dist)
+    mask_documents(engine.module, document_separator(data) if planned.mask_documents else None)
     with engine.evaluating():
         loss, tokens = validation_loss(engine.loss_sum, windows.batches(options.batch, dist.mesh.dp_rank,
                                                                         dist.mesh.dp_size),

@@ -153,7 +153,8 @@ class Pass:
 
     `recompute` is the trainer's setting, `score_bytes` the bytes of attention scores kept per layer
     (model/attention_kernels.py), `chunk` the number of tokens whose logits exist at the same time (0: all).
-    `cpu` is True if the model runs on CPUs, and `blockwise` is True if attention uses ezpz_llm's CPU kernel.
+    `cpu` is True if the model runs on CPUs, `blockwise` if attention uses ezpz_llm's CPU kernel, and `masked` with
+    masks between documents.
     """
 
     micro_batch: int
@@ -164,6 +165,7 @@ class Pass:
     chunk: int = 0
     cpu: bool = False
     blockwise: bool = False
+    masked: bool = False
 
 
 def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
@@ -183,6 +185,8 @@ def _stage_bytes(layout: Layout, model: ModelConfig, work: Pass, blocks: range, 
     size = (len(blocks) - recomputed) * whole + recomputed * _stream_itemsize(work) * model.n_embd * tokens
     if RECIPES[work.precision].autocast:
         size += _cast_bytes(layout, model, len(blocks) - recomputed)
+    if work.masked:  # a number for each pair of tokens in whole sequences, which all blocks share
+        size += work.micro_batch * model.block_size ** 2 * _itemsize(work.precision)
     size *= min(layout.pp - stage, work.accumulation)
     if recomputed:
         size += whole  # the block that is being recomputed
@@ -201,6 +205,8 @@ def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
             attention += e * queries / tp  # the kernel's output is copied into the layout of the next layer
         if model.position == "rope":
             attention += e * (queries + kv) / tp  # rotated queries and keys, besides the matmul output
+        if work.masked and queries != kv:
+            attention += e * _repeated_heads(model) / tp
     # Norms within attention: the input if it is an fp32 copy, and without a fused kernel the normalized values.
     copy = 4 if e < 4 and (work.cpu or RECIPES[work.precision].autocast) else 0
     attention += (copy + (4 if work.cpu else 0)) * model.normalized_width / tp
@@ -210,6 +216,17 @@ def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
     else:
         mlp = e * width + 2 * e * inside / tp
     return norms + attention + mlp + (2 * width if model.dropout else 0)
+
+
+def _repeated_heads(model: ModelConfig) -> int:
+    """Return the additional elements per token if a kernel with a mask keeps repeated keys and values.
+
+    With rotary positions, repeated keys replace the rotated keys. The matmul output is then kept only by norms.
+    """
+    if model.position != "rope":
+        return 2 * model.q_width
+    matmul_output = 0 if model.normalized_width else model.q_width + 2 * model.kv_width
+    return 2 * model.q_width - model.kv_width - matmul_output
 
 
 def _head_bytes(model: ModelConfig, tp: int, work: Pass, tokens: int) -> int:

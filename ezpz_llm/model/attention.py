@@ -38,22 +38,23 @@ class AttentionEnvironment:
 
 
 def best_attention(environment: AttentionEnvironment, *, half: bool, dropout: float, context: int,
-                   head_dim: int) -> Attention:
+                   head_dim: int, masked: bool) -> Attention:
     """Return the kernel for --attention auto.
 
-    This is FlashAttention-3 on Hopper GPUs if it is installed, supports the dtype, dropout and head dimension, and
-    is faster at this context length; otherwise torch's choice. On GPUs with compute capability 9.0 and 10.0, with
-    cuDNN 9.15 or later, torch prefers cuDNN's kernel to its own flash attention (torch's sdp_utils.cpp,
+    This is FlashAttention-3 on Hopper GPUs if it is installed, supports the dtype, dropout, head dimension and
+    mask, and is faster at this context length; otherwise torch's choice. On GPUs with compute capability 9.0 and
+    10.0, with cuDNN 9.15 or later, torch prefers cuDNN's kernel to its own flash attention (torch's sdp_utils.cpp,
     check_prefer_cudnn_attention).
 
     Args:
         half: True if matmuls are in bf16 or fp16.
         context: tokens in a sequence.
+        masked: True with masks between documents.
     """
     is_hopper = environment.capability is not None and environment.capability[0] == 9
     has_flash3 = is_hopper and environment.can_activate and environment.installed
-    fits = half and not dropout and context >= _MIN_CONTEXT and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
-    return "flash3" if has_flash3 and fits else "auto"
+    is_supported = half and not dropout and not masked and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
+    return "flash3" if has_flash3 and is_supported and context >= _MIN_CONTEXT else "auto"
 
 
 def read_environment(device: torch.device) -> AttentionEnvironment:
@@ -67,15 +68,16 @@ def read_environment(device: torch.device) -> AttentionEnvironment:
                                 importlib.util.find_spec(_MODULE) is not None)
 
 
-def check_attention(attention: Attention, device: str, precision: str, dropout: float) -> None:
+def check_attention(attention: Attention, device: str, precision: str, dropout: float, masked: bool) -> None:
     """Reject a kernel that cannot run (imports no torch).
 
     Args:
         device: device type, such as "cuda"; "auto" if not known yet.
         precision: precision recipe; "auto" if not known yet.
+        masked: True with masks between documents.
 
     Raises:
-        UserError: the kernel is not installed, or does not support the device, precision or dropout.
+        UserError: the kernel is not installed, or does not support the device, precision, dropout or masks.
     """
     if attention != "flash3":
         return
@@ -85,6 +87,8 @@ def check_attention(attention: Attention, device: str, precision: str, dropout: 
         raise _unsupported(f"supports bf16 and fp16, not {precision}", "use --precision bf16_autocast")
     if dropout:
         raise _unsupported(f"does not support dropout, but the model's dropout is {dropout:g}", "use --dropout 0")
+    if masked:
+        raise _unsupported("does not support masks between documents", "use --mask-documents false")
     if importlib.util.find_spec(_MODULE) is None:
         raise _unsupported(f"is not installed: there is no module {_MODULE}",
                            "build it from the hopper/ folder of github.com/Dao-AILab/flash-attention")

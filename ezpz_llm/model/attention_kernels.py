@@ -27,7 +27,7 @@ class AttentionKernel:
 
 
 def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device,
-                     dtype: torch.dtype, explicit: bool = False) -> AttentionKernel:
+                     dtype: torch.dtype, explicit: bool = False, masked: bool = False) -> AttentionKernel:
     """Return the kernel for training with `micro_batch` full sequences: the blockwise one, or torch's choice.
 
     fp32, dropout or grouped-query attention may rule out the fast kernels.
@@ -35,6 +35,7 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
     Args:
         dtype: dtype of the matmuls; bfloat16 under autocast.
         explicit: True if the math kernel is requested.
+        masked: True with masks between documents.
     """
     if is_blockwise(device, dtype, config.dropout) and not explicit:
         return AttentionKernel("blockwise_attention", 0)
@@ -43,10 +44,12 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
         return torch.empty(micro_batch, count, config.block_size, config.head_dim, device=device, dtype=dtype,
                            requires_grad=True)
 
-    keys = heads(config.n_kv_head)
+    keys = heads(config.n_head if masked else config.n_kv_head)  # as in `CausalProduct`
+    mask = torch.empty(micro_batch, 1, config.block_size, config.block_size, device=device,
+                       dtype=dtype) if masked else None
     # scaled_dot_product_attention calls the same function, which has no public name.
-    choice = fused_attention_choice(heads(config.n_head), keys, keys, dropout_p=config.dropout, is_causal=True,
-                                    enable_gqa=config.n_head != config.n_kv_head)
+    choice = fused_attention_choice(heads(config.n_head), keys, keys, mask, dropout_p=config.dropout,
+                                    is_causal=not masked, enable_gqa=keys.shape[1] != config.n_head)
     backend = SDPBackend.MATH if explicit else SDPBackend(choice)
     scores = micro_batch * config.n_head * config.block_size ** 2 * dtype.itemsize
     return AttentionKernel(backend.name.lower(), scores if backend == SDPBackend.MATH else 0)
@@ -63,32 +66,35 @@ def is_blockwise(device: torch.device, dtype: torch.dtype, dropout: float) -> bo
     return device.type == "cpu" and dtype == torch.bfloat16 and not dropout
 
 
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute causal attention by blocks of rows of the scores.
 
     Takes queries (B, H, T, D), keys and values (B, H_kv, T, D); returns (B, H, T, D) with memory layout (B, T, H,
     D).
+
+    Args:
+        mask: added to the scores, (B, 1, T, T); -inf for later tokens.
     """
     with torch.autocast(q.device.type, enabled=False):
-        return _BlockwiseAttention.apply(q, k, v)
+        return _BlockwiseAttention.apply(q, k, v, mask)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         size, heads, length, dim = q.shape
         queries, keys, values = _kv_groups(q, k), _kv_groups(k, k)[:, 0], _kv_groups(v, k)[:, 0]
         out = q.new_empty(size, length, heads, dim).transpose(1, 2)
         for first, end in _blocks(queries):
-            block = torch.bmm(_probabilities(queries, keys, first, end), values[:, :end])
+            block = torch.bmm(_probabilities(queries, keys, first, end, mask), values[:, :end])
             out[:, :, first:end] = block.view(size, heads, end - first, dim)
-        ctx.save_for_backward(queries, keys, values)
+        ctx.save_for_backward(queries, keys, values, mask)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        queries, keys, values, mask = ctx.saved_tensors
         size, shared, length, dim = queries.shape
         grads = grad.reshape(queries.shape)
         query_grads = torch.empty_like(queries)
@@ -96,7 +102,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         key_grads: Any = None
         value_grads: Any = None
         for first, end in reversed(_blocks(queries)):
-            probabilities = _probabilities(queries, keys, first, end)
+            probabilities = _probabilities(queries, keys, first, end, mask)
             row_grads = _rows(grads, first, end)
             rows = softmax_backward(torch.bmm(row_grads, values[:, :end].mT), probabilities, -1,
                                     probabilities.dtype)
@@ -113,7 +119,7 @@ class _BlockwiseAttention(torch.autograd.Function):
                 value_grads[:, :end] += block_value_grads
         whole, shape = grad.shape, (grad.shape[0], -1, length, dim)
         return (query_grads.view(whole), key_grads.to(keys.dtype).view(shape),
-                value_grads.to(keys.dtype).view(shape))
+                value_grads.to(keys.dtype).view(shape), None)
 
 
 def _kv_groups(heads: Tensor, keys: Tensor) -> Tensor:
@@ -136,11 +142,14 @@ def _blocks(queries: Tensor) -> list[tuple[int, int]]:
     return [(first, min(first + rows, length)) for first in range(0, length, rows)]
 
 
-def _probabilities(queries: Tensor, keys: Tensor, first: int, end: int) -> Tensor:
+def _probabilities(queries: Tensor, keys: Tensor, first: int, end: int, mask: Tensor | None) -> Tensor:
     """Compute the softmax of a block's scores, (P, R n, end)."""
     rows, count = _rows(queries, first, end), end - first
     scores = torch.bmm(rows, keys[:, :end].mT)
     scores *= 1 / math.sqrt(queries.shape[-1])
-    mask = torch.full((count, count), -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
-    scores.view(len(keys), -1, count, end)[..., first:] += mask
+    if mask is None:
+        later = torch.full((count, count), -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+        scores.view(len(keys), -1, count, end)[..., first:] += later
+    else:
+        scores.view(len(mask), -1, count, end).add_(mask[:, :, first:end, :end])
     return torch.softmax(scores, dim=-1)

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from ezpz_llm.base import UserError
 from ezpz_llm.model.attention_kernels import blockwise_attention, is_blockwise
 from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.document_mask import loss_mask
 from ezpz_llm.model.embedding import TiedEmbedding
 from ezpz_llm.model.loss import Head, Reduction
 
@@ -116,13 +117,20 @@ class CausalProduct(nn.Module):
         self.dropout = dropout
         self.explicit = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention of queries (B, H, T, D), keys and values (B, H_kv, T, D); returns (B, H, T, D)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute attention of queries (B, H, T, D), keys and values (B, H_kv, T, D); returns (B, H, T, D).
+
+        Args:
+            mask: added to the scores, (B, 1, T, T); -inf for later tokens.
+        """
         dropout = self.dropout if self.training else 0.0
         if is_blockwise(q.device, q.dtype, dropout) and not self.explicit:
-            return blockwise_attention(q, k, v)
+            return blockwise_attention(q, k, v, mask)
+        if mask is not None and q.shape[1] != k.shape[1]:
+            # torch's memory-efficient kernel supports masks, but not grouped heads.
+            k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         with sdpa_kernel(SDPBackend.MATH) if self.explicit else nullcontext():
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout,
+            return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, dropout_p=dropout,
                                                            enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -144,8 +152,13 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.q_width, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """Compute attention of (B, T, C); `rotation` is None with learned positions. Returns (B, T, C)."""
+    def forward(self, x: Tensor, rotation: Rotation | None, *mask: Tensor) -> Tensor:
+        """Compute attention of (B, T, C); returns (B, T, C).
+
+        Args:
+            rotation: None with learned positions.
+            mask: document mask, if any (`document_mask.py`).
+        """
         heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
         kv_heads = heads.shape[1] // (self.queries_per_kv + 2)
         q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)
@@ -155,7 +168,7 @@ class Attention(nn.Module):
             q, k = _normalize_width(self.q_width_norm, q), _normalize_width(self.k_width_norm, k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return self.drop(self.c_proj(self.product(q, k, v).transpose(1, 2).flatten(2)))
+        return self.drop(self.c_proj(self.product(q, k, v, *mask).transpose(1, 2).flatten(2)))
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
@@ -218,23 +231,29 @@ class Block(nn.Module):
         self.norms_after = config.norm_order == "after"
         self.recomputes = False
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Compute the block, with activation checkpointing if `recomputes`."""
+    def forward(self, x: Tensor, rotation: Rotation | None = None, *mask: Tensor) -> Tensor:
+        """Compute the block, with activation checkpointing if `recomputes`; arguments as in `Attention`."""
         # Pass checkpoint() a method, not a closure over the block: torch 2.6 guards closures by identity and would
         # compile a graph for each block.
-        return checkpoint(self._layers, x, rotation, use_reentrant=False) if self.recomputes \
-            else self._layers(x, rotation)
+        return checkpoint(self._layers, x, rotation, *mask, use_reentrant=False) if self.recomputes \
+            else self._layers(x, rotation, *mask)
 
-    def _layers(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def _layers(self, x: Tensor, rotation: Rotation | None, *mask: Tensor) -> Tensor:
         if self.norms_after:
-            x = x + self.ln_1(self.attn(x, rotation).type_as(x))
+            x = x + self.ln_1(self.attn(x, rotation, *mask).type_as(x))
             return x + self.ln_2(self.mlp(x).type_as(x))
-        x = x + self.attn(self.ln_1(x), rotation)
+        x = x + self.attn(self.ln_1(x), rotation, *mask)
         return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
-    """GPT model that returns logits or the loss. A new model has torch's default weights; see `init_weights`."""
+    """GPT model that returns logits or the loss. A new model has torch's default weights; see `init_weights`.
+
+    Attributes:
+        end_of_text: token at the start of each document, if losses mask other documents (`mask_documents`).
+    """
+
+    end_of_text: int | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -260,7 +279,7 @@ class GPT(nn.Module):
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
-                first: int = 0, last_only: bool = False) -> Tensor:
+                first: int = 0, last_only: bool = False, sequences: Tensor | None = None) -> Tensor:
         """Return logits (B, T, V) of tokens (B, T), or with targets (B, T) the loss in fp32.
 
         The loss is 0-d, or (B,) with the reduction "rows". Targets of -100 are ignored.
@@ -268,14 +287,17 @@ class GPT(nn.Module):
         Args:
             first: position of the first token, if the sequence is part of a longer one.
             last_only: return logits of the last token only, (B, 1, V).
+            sequences: the longer sequences, for the document mask.
 
         Raises:
             UserError: the sequence exceeds the model's block size.
         """
         x = embed(self.config, self.transformer, tokens, first)
         rotation = rotation_of(self.config, tokens.shape[1], tokens.device, first)
+        whole = tokens if sequences is None else sequences
+        mask = loss_mask(self.end_of_text, None if targets is None else whole, x)
         for block in self.transformer["h"]:
-            x = block(x, rotation)
+            x = block(x, rotation, *mask)
         x = self.transformer["ln_f"](x[:, -1:] if last_only else x)
         return self.lm_head(x, targets, reduction)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from ezpz_llm.model.config import TABLE
+from ezpz_llm.model.document_mask import loss_mask
 from ezpz_llm.model.gpt import GPT, embed, rotation_of
 from ezpz_llm.model.loss import Reduction
 from ezpz_llm.model.parameters import placement_of, secondary, set_placement
@@ -22,7 +23,12 @@ class PipelineStage(nn.Module):
         model: a GPT, possibly on the meta device or with replaced modules, which the stage uses without copying.
         bounds: see `ezpz_llm.model.partition`.
         stage: index of this stage.
+
+    Attributes:
+        end_of_text: as in `GPT`.
     """
+
+    end_of_text: int | None = None
 
     def __init__(self, model: GPT, bounds: Sequence[int], stage: int) -> None:
         super().__init__()
@@ -54,18 +60,20 @@ class PipelineStage(nn.Module):
         return self.transformer["wte"] if self.is_first else self.lm_head
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
-                last_only: bool = False) -> Tensor:
+                last_only: bool = False, sequences: Tensor | None = None) -> Tensor:
         """Return the next stage's input, (B, T, C) in the parameters' dtype, or in the last stage GPT's output.
 
         Args:
             x: tokens (B, T) in the first stage, else the output of the previous stage.
             targets, reduction, last_only: as in `GPT.forward`, for the last stage.
+            sequences: tokens (B, T), if the last stage computes a loss; for the document mask.
         """
         if self.is_first:
             x = embed(self.config, self.transformer, x)
         rotation = rotation_of(self.config, x.shape[1], x.device)
+        mask = loss_mask(self.end_of_text, sequences, x)
         for block in self.transformer["h"]:
-            x = block(x, rotation)
+            x = block(x, rotation, *mask)
         if not self.is_last:
             return x
         x = self.transformer["ln_f"](x[:, -1:] if last_only else x)

@@ -108,21 +108,21 @@ class RankedDropout(nn.Module):
         # A decorator would import torch's compiler with this module, which takes two seconds.
         self._eager = torch.compiler.disable(self._with_ranked_masks)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         """Compute attention with dropout for this rank's heads, outside of compiled graphs."""
-        return self._eager(q, k, v)
+        return self._eager(q, k, v, *mask)
 
-    def _with_ranked_masks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _with_ranked_masks(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         if not self.training:
-            return self.inner(q, k, v)
+            return self.inner(q, k, v, *mask)
         seed = seed_for(int(torch.randint(2**32, ())), "dropout", self.rank)
         if q.device.type == "cpu":
             with torch.random.fork_rng(devices=()):
                 torch.default_generator.manual_seed(seed)
-                return self.inner(q, k, v)
+                return self.inner(q, k, v, *mask)
         with torch.random.fork_rng(devices=[q.device.index], device_type=q.device.type):
             torch.get_device_module(q.device).manual_seed(seed)
-            return self.inner(q, k, v)
+            return self.inner(q, k, v, *mask)
 
 
 def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:

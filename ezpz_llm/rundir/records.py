@@ -108,6 +108,7 @@ class Settings(Struct, frozen=True):
     corpus: str | None = None
     tokenizer: str | None = None
     text_key: str | None = None
+    mask_documents: bool | None = None
     eval_tokens: Whole | None = None
     overfit_one_batch: bool | None = None
     seed: Whole | None = None

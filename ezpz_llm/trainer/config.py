@@ -40,6 +40,8 @@ class TrainConfig:
                                          "weights, else of the corpus)")
     text_key: str = _value("text", "JSON key, or column of a parquet file or data set, that holds a document's "
                                    "text")
+    mask_documents: bool = _value(False, "attend only to tokens of the same document, in training and validation; "
+                                         "documents are separated by end-of-text tokens")
 
     ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file")
     tp: int | None = _value(None, "tensor-parallel degree (default: the ds_config's)")

@@ -20,7 +20,8 @@ def with_device_choices(plan: RunPlan, dist: Dist) -> RunPlan:
     compiles = config.compile and plan.sources["compile"].origin is Origin.DERIVED
     missing = missing_compiler(dist.device.type) if compiles else None
     kernel = best_attention(read_environment(dist.device), half=RECIPES[plan.resolved.precision].is_half,
-                            dropout=model.dropout, context=model.block_size, head_dim=model.head_dim)
+                            dropout=model.dropout, context=model.block_size, head_dim=model.head_dim,
+                            masked=config.mask_documents)
     if lacking_package := first_value(dist, missing or None):
         plan = _with_derived(plan, f"a node that lacks {lacking_package}", compile=False)
     if first_value(dist, None if kernel == "flash3" else "lacks flash3") is None and config.attention == "auto":

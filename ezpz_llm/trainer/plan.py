@@ -104,7 +104,8 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
                                optimizer=config.optimizer, nvme_path=config.nvme_path,
                                grad_accum_dtype=config.grad_accum_dtype, reduce_dtype=config.reduce_dtype,
                                model=model, sources=options.sources))
-    check_attention(config.attention, device or config.device, resolved.precision, model.dropout)
+    check_attention(config.attention, device or config.device, resolved.precision, model.dropout,
+                    config.mask_documents)
     from_ds_config = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
     for name, value in from_ds_config.items():
         options = options.set(resolved.sources[name], **{name: value})
@@ -220,7 +221,8 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
     if plan.config.compile and plan.sources["compile"].origin is not Origin.DERIVED:
         check_compiler(plan.config.device, plan.sources["compile"])
     tokens = check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size, plan.config.text_key,
-                          decodes=plan.config.sample_tokens > 0 or plan.config.hellaswag is not None)
+                          decodes=plan.config.sample_tokens > 0 or plan.config.hellaswag is not None,
+                          separates=plan.config.mask_documents)
     if plan.config.hellaswag is not None:
         read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)

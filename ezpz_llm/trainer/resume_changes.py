@@ -17,7 +17,8 @@ from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
 _SCHEDULE = ("lr", "schedule", "min_lr", "warmup_steps", "warmup_type", "warmup_min_lr", "decay_steps",
              "wsd_decay_steps")
 _OTHER_SETTINGS = ("optimizer", "beta1", "beta2", "eps", "weight_decay", "grad_accum_dtype", "reduce_dtype",
-                   "z_loss", "spike_norm", "spike_loss", "bad_steps", "on_bad_steps", "overfit_one_batch")
+                   "z_loss", "spike_norm", "spike_loss", "bad_steps", "on_bad_steps", "overfit_one_batch",
+                   "mask_documents")
 
 
 def resume_warning(plan: RunPlan, step: int) -> str | None:

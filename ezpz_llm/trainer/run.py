@@ -15,6 +15,7 @@ from ezpz_llm import checkpoint
 from ezpz_llm.checkpoint.retention import Keep
 from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.checkpoint.state import State
+from ezpz_llm.data.document_separator import document_separator
 from ezpz_llm.data.samples import ReadAhead, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
@@ -29,6 +30,7 @@ from ezpz_llm.hf.weights import open_for_ranks
 from ezpz_llm.launch.variables import LOADING, RENDEZVOUS, STARTING
 from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
+from ezpz_llm.model.document_mask import mask_documents
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking, WallClock
@@ -103,7 +105,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     heartbeat.beat(STARTING)
     work, flops = step_work(plan, dist)
     clock.passed("measuring the device")
-    engine = make_engine(plan, dist)
+    engine = make_engine(plan, dist, document_separator(tokens) if config.mask_documents else None)
     clock.passed("engine")
     first_step, state = 0, None
     if config.resume is not None:
@@ -129,14 +131,19 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
                    first_step)
 
 
-def make_engine(plan: RunPlan, dist: Dist) -> Engine:
-    """Build the model and the engine of the plan's layout."""
+def make_engine(plan: RunPlan, dist: Dist, separator: int | None = None) -> Engine:
+    """Build the model and the engine of the plan's layout.
+
+    Args:
+        separator: token between documents, if the model masks other documents.
+    """
     config = plan.config
     source = plan.init_weights_source if config.resume is None else None
     with nullcontext() if source is None else open_for_ranks(source, dist) as weights:
         model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type,
                          None if weights is None else weights.read)
         use_attention(model, config.attention, dist.device)
+        mask_documents(model, separator)
         configure_head(model, config.loss_chunk, config.z_loss)
         recompute_blocks(model, config.recompute)
         if config.compile:

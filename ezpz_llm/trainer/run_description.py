@@ -123,17 +123,19 @@ def _describe_saves(plan: RunPlan, dist: Dist) -> str:
 def describe_attention(plan: RunPlan, device: torch.device) -> str:
     """Describe the attention kernel and, if it stores the scores, their memory and the options that avoid it."""
     dtype = matmul_dtype(plan.resolved.precision)
+    masked = plan.config.mask_documents
     kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, device, dtype,
-                              plan.config.attention == "explicit")
+                              plan.config.attention == "explicit", masked)
     if not kernel.score_bytes:
-        return kernel.name + (", by FlashAttention-3" if plan.config.attention == "flash3" else "")
+        return (kernel.name + (", by FlashAttention-3" if plan.config.attention == "flash3" else "")
+                + (", with masks between documents" if masked else ""))
     slow = f"{kernel.name}, the slow kernel, which stores {kernel.score_bytes / 1e9:.3g} GB of scores per layer"
     if plan.config.attention == "explicit":
         return f"{slow}, as requested"
     changes = {"--dropout 0": (replace(plan.model, dropout=0.0), dtype),
                "--precision bf16_autocast": (plan.model, torch.bfloat16)}
     faster = [option for option, (model, changed) in changes.items() if not attention_kernel(
-        model, plan.resolved.batch.micro_batch, device, changed).score_bytes]
+        model, plan.resolved.batch.micro_batch, device, changed, masked=masked).score_bytes]
     return f"warning: {slow}" + (f"; {' or '.join(faster)} allows a faster one" if faster else "")
 
 

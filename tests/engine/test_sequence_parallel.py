@@ -18,7 +18,7 @@ def losses(tokens: Tensor, targets: Tensor, first: int) -> Tensor:
     return (tokens + 10.0 * places) * (targets != IGNORED)
 
 
-def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int) -> Tensor:
+def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int, sequences: Tensor) -> Tensor:
     per_token = losses(tokens, targets, first)
     return per_token.sum(dim=-1) if reduction == "rows" else per_token.sum()
 

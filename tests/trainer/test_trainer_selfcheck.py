@@ -14,6 +14,7 @@ from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import Pass, activation_bytes, block_bytes
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.document_mask import mask_documents
 from ezpz_llm.model.gpt import GPT, MLP
 from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
 from ezpz_llm.model.loss import configure_head
@@ -146,21 +147,23 @@ def test_the_band_of_a_first_loss(name, good, bad):
 @pytest.mark.parametrize(("precision", "recompute", "chunk"), [
     ("fp32", 0, 0), ("fp32", 2, 64), ("bf16_autocast", 0, 64), ("bf16_autocast", 1, 0),
     ("bf16", 0, 64), ("bf16", 1, 0), ("bf16", 0, 0)])
-def test_estimated_activations_equal_what_autograd_saves(shape, precision, recompute, chunk):
+@pytest.mark.parametrize("masked", [False, True])
+def test_estimated_activations_equal_what_autograd_saves(shape, precision, recompute, chunk, masked):
     config = get_model_config(f"tiny-{shape}", n_layer=4)
-    work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True, blockwise=precision != "fp32")
+    work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True, blockwise=precision != "fp32", masked=masked)
     tokens, e = 2 * config.block_size, 4 if precision == "fp32" else 2
     passing = tokens * 4 * config.padded_vocab_size if not chunk else chunk * config.padded_vocab_size * (4 + e)
     if recompute:
         passing += tokens * block_bytes(config, 1, work)
     expected = activation_bytes(Layout("ddp", "ddp"), config, work) - passing
-    assert kept(config, precision, recompute, chunk) == pytest.approx(expected, rel=0.05)
+    assert kept(config, precision, recompute, chunk, masked) == pytest.approx(expected, rel=0.05)
 
 
-def kept(config, precision: str, recompute: int, chunk: int) -> int:
+def kept(config, precision: str, recompute: int, chunk: int, masked: bool) -> int:
     """Return the bytes that a forward pass of 2 sequences keeps for the backward pass, without parameters."""
     model = GPT(config)
     init_weights(model, config, 1)
+    mask_documents(model, 0 if masked else None)
     recompute_blocks(model, recompute)
     configure_head(model, chunk)
     autocast_forward(model, torch.device("cpu"), precision)

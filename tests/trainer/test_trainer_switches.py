@@ -138,15 +138,17 @@ def test_tf32_rounds_where_the_device_has_it() -> None:
     set_tf32(device, "fp32")
 
 
-@pytest.mark.parametrize(("device", "precision", "dropout", "message"), [
-    ("cpu", "bf16_autocast", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not fp32"),
-    ("cuda", "tf32", 0.0, "not tf32"),
-    ("cuda", "bf16_autocast", 0.1, "not support dropout"), ("cuda", "bf16_autocast", 0.0, "not installed")])
-def test_flash_attention_3_is_rejected_with_the_reason(monkeypatch, device, precision, dropout, message) -> None:
+@pytest.mark.parametrize(("device", "precision", "dropout", "masked", "message"), [
+    ("cpu", "bf16_autocast", 0.0, False, "not on cpu"), ("cuda", "fp32", 0.0, False, "not fp32"),
+    ("cuda", "tf32", 0.0, False, "not tf32"), ("cuda", "bf16_autocast", 0.1, False, "not support dropout"),
+    ("cuda", "bf16_autocast", 0.0, True, "not support masks"),
+    ("cuda", "bf16_autocast", 0.0, False, "not installed")])
+def test_flash_attention_3_is_rejected_with_the_reason(monkeypatch, device, precision, dropout, masked,
+                                                       message) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=message):
-        check_attention("flash3", device, precision, dropout)
-    check_attention("auto", device, precision, dropout)
+        check_attention("flash3", device, precision, dropout, masked)
+    check_attention("auto", device, precision, dropout, masked)
 
 
 HOPPER = AttentionEnvironment((9, 0), can_activate=True, installed=True)
@@ -166,7 +168,8 @@ GPT2, LLAMA = {"context": 1024, "head_dim": 64}, {"context": 8192, "head_dim": 1
     (AttentionEnvironment(None, can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),  # AMD, Intel, a CPU
 ])
 def test_the_best_kernel_is_the_default(there, shape, half, dropout, best) -> None:
-    assert best_attention(there, half=half, dropout=dropout, **shape) == best
+    assert best_attention(there, half=half, dropout=dropout, masked=False, **shape) == best
+    assert best_attention(there, half=half, dropout=dropout, masked=True, **shape) == "auto"
 
 
 def test_a_cpu_has_only_the_kernels_of_torch() -> None:

@@ -103,13 +103,13 @@ def memory_table(memory: Memory, rich: bool = False) -> str:
 def _pass(plan: RunPlan, device: torch.device) -> Pass:
     config, model, batch, precision = plan.config, plan.model, plan.resolved.batch, plan.resolved.precision
     kernel = attention_kernel(model, batch.micro_batch, device, matmul_dtype(precision),
-                              config.attention == "explicit")
+                              config.attention == "explicit", config.mask_documents)
     chunk = config.loss_chunk
     if chunk is None:
         chunk = choose_chunk(batch.micro_batch * model.block_size // plan.resolved.layout.sp,
                              model.padded_vocab_size // plan.resolved.layout.tp, most_logits_on(device))
     return Pass(batch.micro_batch, batch.accumulation, precision, config.recompute, kernel.score_bytes, chunk,
-                device.type == "cpu", kernel.name == "blockwise_attention")
+                device.type == "cpu", kernel.name == "blockwise_attention", config.mask_documents)
 
 
 def _peak(device: torch.device) -> tuple[int, int | None]:
