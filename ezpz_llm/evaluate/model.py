@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.hf.source import Source, find_source
+from ezpz_llm.hf.source import Source, find_source, with_model_changes
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT
@@ -88,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{dimension}-parallel degree")
     parser.add_argument("--batch", type=int, default=batch, metavar="N",
                         help="sequences per forward pass of a rank (default: %(default)s)")
+    parser.add_argument("--block-size", type=int, metavar="N",
+                        help="context length in tokens (default: the model's)")
     parser.add_argument("--precision", default="auto", choices=("auto", *RECIPES),
                         help="precision of the forward pass; auto is train's default on the device "
                              "(default: %(default)s)")
@@ -103,11 +105,11 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
     Raises:
         UserError: the model does not exist, or the layout cannot shard it.
     """
-    if options.batch < 1 or world_size < 1:
-        name, value = ("--batch", options.batch) if options.batch < 1 else ("--world-size", world_size)
-        raise UserError(f"{name[2:]} is {value}", where=name, instead="1 or more")
+    for name, value in (("batch", options.batch), ("world-size", world_size), ("block-size", options.block_size)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}", where=f"--{name}", instead="1 or more")
     source = find_source(options.source, "SOURCE")
-    model = replace(source.model, dropout=0.0)
+    model = with_model_changes(source.model, str(source.folder), dropout=0.0, block_size=options.block_size)
 
     def resolve_for(model: ModelConfig | None) -> Resolved:
         """Resolve the layout for a model; for None, without checks that depend on the model."""

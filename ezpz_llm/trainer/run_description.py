@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+import psutil
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,6 +30,7 @@ from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.rundir.records import Data
 from ezpz_llm.trainer.check_report import setting_warnings, settings_by_source
 from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
+from ezpz_llm.trainer.memory_estimate import memory_warning
 from ezpz_llm.trainer.plan import RunPlan
 
 
@@ -101,13 +103,21 @@ def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork,
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
                                           *reading_notes(data.manifest.source, shown=0))),
-            *(("warning", remark) for remark in (*setting_warnings(plan), *_tokenizer_warnings(plan, data)))]
+            *(("warning", remark) for remark in (*setting_warnings(plan), *_tokenizer_warnings(plan, data),
+                                                 *_memory_warnings(plan, dist)))]
 
 
 def _tokenizer_warnings(plan: RunPlan, data: TokenData) -> list[str]:
     if plan.init_weights_source is None:
         return []
     return [text] if (text := tokenizer_mismatch(plan.init_weights_source, data.manifest.tokenizer)) else []
+
+
+def _memory_warnings(plan: RunPlan, dist: Dist) -> list[str]:
+    if dist.device.type != "cpu":
+        return []
+    text = memory_warning(plan, dist.world_size, dist.info.local_size, psutil.virtual_memory().total)
+    return [] if text is None else [text]
 
 
 def _describe_saves(plan: RunPlan, dist: Dist) -> str:

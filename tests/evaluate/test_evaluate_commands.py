@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import __main__ as checkpoint
+from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.shards import TokenData
 from ezpz_llm.evaluate import command as evaluate, generation as generate
 from ezpz_llm.evaluate.model import add_arguments, plan_model
+from ezpz_llm.hf.source import find_source
+from ezpz_llm.hf.weights import open_weights
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import load_values
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record
 
@@ -106,6 +113,22 @@ def test_evaluate_val_equals_the_loss_of_the_run(trained: Path, exported: Path, 
                    "--run-dir", "result"])
     # The run's softmax includes padded rows, which the export does not have.
     assert read_record(result_in(inside)).evaluation["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
+
+
+def test_validation_in_a_shorter_context(exported: Path, inside: Path) -> None:
+    """Windows of 32 tokens; the expected loss is that of a plain model on the same windows."""
+    evaluate.main(["val", str(exported), "--precision", "fp32", "--device", "cpu", "--corpus", "stdlib", "--tokens",
+                   "2048", "--block-size", "32", "--run-dir", "result"])
+    source = find_source(str(exported), "test")
+    model = GPT(source.model).eval()
+    with open_weights(source) as weights:
+        load_values(model, weights.read)
+    tokens = torch.tensor(TokenData.open(prepare("stdlib", "bytes", progress=False)).split("val")[:2049].tolist())
+    with torch.no_grad():
+        expected = model(tokens[:-1].view(-1, 32), tokens[1:].view(-1, 32)).item()
+    result = read_record(result_in(inside)).evaluation["val"]
+    # Both are means of 2,048 losses in fp32: 2e-7 measured.
+    assert (result["val_tokens"], result["val_loss"]) == (2048, pytest.approx(expected, rel=1e-6))
 
 
 def test_a_corpus_with_a_path_from_another_folder_is_read_from_the_runs_shards(trained: Path, inside: Path) -> None:
@@ -258,6 +281,8 @@ def test_mistakes_are_found_before_any_rank_starts(words: list[str], message: st
     (["generate", "RUN", "--temperature", "0"], "the temperature is 0.0"),
     (["generate", "RUN", "--tp", "3"], "3"),
     (["generate", "RUN", "--samples", "0"], "samples is 0"),
+    (["generate", "RUN", "--block-size", "0"], "block-size is 0"),
+    (["evaluate", "val", "RUN", "--block-size", "65"], "or pass at most 64"),
     (["evaluate", "val", "HF"], "the corpus that the model was trained on is unknown"),
     (["evaluate", "val", "RUN", "--tokens", "-1"], "tokens is -1"),
     (["evaluate", "hellaswag", "RUN", "--file", "nowhere"], "cannot be read"),

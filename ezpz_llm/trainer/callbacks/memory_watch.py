@@ -10,15 +10,12 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_reduce
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory, secondary_bytes
-from ezpz_llm.engine.precision import matmul_dtype
 from ezpz_llm.layout.knobs import Kind
-from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, unsharded_bytes
-from ezpz_llm.model.attention_kernels import attention_kernel
-from ezpz_llm.model.loss import most_logits_on
-from ezpz_llm.model.loss_chunk import choose_chunk
+from ezpz_llm.layout.memory import activation_bytes, memory_per_rank, total, unsharded_bytes
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir.records import Memory
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
+from ezpz_llm.trainer.memory_estimate import forward_pass
 from ezpz_llm.trainer.plan import RunPlan
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "copy")
@@ -71,7 +68,7 @@ class MemoryWatch(Callback):
             measured["activations"] = peak - sum(measured[kind] for kind in shown if expected[kind])
         expected[_UNSHARDED] = unsharded_bytes(resolved.layout, plan.model, resolved.precision,
                                                resolved.batch.accumulation)
-        expected["activations"] = activation_bytes(resolved.layout, plan.model, _pass(plan, dist.device))
+        expected["activations"] = activation_bytes(resolved.layout, plan.model, forward_pass(plan, dist.device))
         return Memory(
             expected={**expected}, measured={**measured}, peak=peak, host_peak=host_peak,
             elsewhere={kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in shown},
@@ -98,18 +95,6 @@ def memory_table(memory: Memory, rich: bool = False) -> str:
     if memory.reserved is not None:
         return text + f"  The allocator reserved at most {show(memory.reserved)} {unit}.\n"
     return text + "  The peak is that of the whole process, including Python, libraries and data.\n"
-
-
-def _pass(plan: RunPlan, device: torch.device) -> Pass:
-    config, model, batch, precision = plan.config, plan.model, plan.resolved.batch, plan.resolved.precision
-    kernel = attention_kernel(model, batch.micro_batch, device, matmul_dtype(precision),
-                              config.attention == "explicit", config.mask_documents)
-    chunk = config.loss_chunk
-    if chunk is None:
-        chunk = choose_chunk(batch.micro_batch * model.block_size // plan.resolved.layout.sp,
-                             model.padded_vocab_size // plan.resolved.layout.tp, most_logits_on(device))
-    return Pass(batch.micro_batch, batch.accumulation, precision, config.recompute, kernel.score_bytes, chunk,
-                device.type == "cpu", kernel.name == "blockwise_attention", config.mask_documents)
 
 
 def _peak(device: torch.device) -> tuple[int, int | None]:
