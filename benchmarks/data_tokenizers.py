@@ -1,9 +1,10 @@
 """Measure data preparation with the tokenizers of other libraries: python3 benchmarks/data_tokenizers.py
 
-Trains a tokenizer of each of three families (tests/helpers/small_tokenizers.py) and writes --megabytes of documents
-of about 5 kB in many scripts as jsonl. Then alternates in one process, --repeats times each:
+Takes four tokenizers of published models, which it downloads (tests/helpers/real_tokenizers.py), and a small one
+of each of three kinds (tests/helpers/small_tokenizers.py). Writes --megabytes of documents of about 5 kB in many
+scripts as jsonl. Then alternates in one process, --repeats times each:
   alone     the library's fastest call encodes the texts in memory: SentencePiece all texts at once, to NumPy
-            arrays, with one thread; tokenizers each text, to a list of ids. No text has been encoded before;
+            arrays, with one thread; tokenizers and tiktoken each text. No text has been encoded before;
   prepare   the corpus is prepared as shards: read, parsed, encoded, counted, written, hashed.
 Compares the minimum CPU time of each. Exit code 0 only if the ids are equal and the ratio of each family is at
 least --bar.
@@ -28,6 +29,15 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+from real_tokenizers import (
+    LLAMA_PIECES,
+    llama3_ranks,
+    mistral_files,
+    qwen3_json,
+    read_ranks,
+    tiktoken_encoder,
+    write_smollm2_json,
+)
 from small_tokenizers import FAMILIES, mixed_text, trained
 
 from ezpz_llm.data.prepare import prepare
@@ -36,6 +46,7 @@ from ezpz_llm.data.tokenizer_files import entry_of_file
 from ezpz_llm.rundir import write_json
 
 DOCUMENT_BYTES = 5000
+_VERSIONS = ("ezpz_llm", "tokenizers", "sentencepiece", "tiktoken", "numpy")
 
 
 def library(file: Path) -> Callable[[list[str]], Sequence[Sequence[int]]]:
@@ -46,14 +57,26 @@ def library(file: Path) -> Callable[[list[str]], Sequence[Sequence[int]]]:
         inner = tokenizers.Tokenizer.from_file(str(file))
         inner.encode_special_tokens = True
         return lambda texts: [inner.encode_batch_fast([text], add_special_tokens=False)[0].ids for text in texts]
+    if file == llama3_ranks():
+        encode = tiktoken_encoder(read_ranks(file), LLAMA_PIECES)
+        return lambda texts: [encode(text) for text in texts]
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
     return lambda texts: processor.encode(texts, return_type="numpy", num_threads=1)
 
 
-def measure(family: str, texts: list[str], corpus: Path, work: Path, tokens: int, repeats: int) -> dict[str, Any]:
-    file, size = trained(family, tokens), sum(len(text.encode()) for text in texts)
+def published(work: Path) -> dict[str, Path]:
+    """Return the tokenizer files of published models."""
+    smollm2 = work / "smollm2" / "tokenizer.json"
+    smollm2.parent.mkdir()
+    write_smollm2_json(smollm2)
+    return {"Llama 3": llama3_ranks(), "Qwen3": qwen3_json() / "tokenizer.json",
+            "Mistral v3": mistral_files() / "mistral_instruct_tokenizer_240323.model.v3", "SmolLM2": smollm2}
+
+
+def measure(family: str, file: Path, texts: list[str], corpus: Path, work: Path, repeats: int) -> dict[str, Any]:
+    size = sum(len(text.encode()) for text in texts)
     alone, prepared, same = [], [], True
     for number in range(repeats):
         encode = library(file)  # create it again, since it caches words
@@ -62,7 +85,7 @@ def measure(family: str, texts: list[str], corpus: Path, work: Path, tokens: int
         ids = encode(fresh)
         alone.append(time.process_time() - began)
         began = time.process_time()
-        folder = prepare(str(corpus), str(file), out=work / f"{file.parent.name}-{number}", workers=1,
+        folder = prepare(str(corpus), str(file), out=work / f"{family.replace(' ', '_')}-{number}", workers=1,
                          progress=False)
         prepared.append(time.process_time() - began)
         data = TokenData.open(folder)
@@ -94,7 +117,8 @@ def main() -> int:
         with corpus.open("w") as file:
             for text in texts:
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-        found = [measure(family, texts, corpus, work, arguments.tokens, arguments.repeats) for family in FAMILIES]
+        files = {**published(work), **{f"small {family}": trained(family, arguments.tokens) for family in FAMILIES}}
+        found = [measure(family, file, texts, corpus, work, arguments.repeats) for family, file in files.items()]
     finally:
         shutil.rmtree(work)
     passed = all(one["ids_equal"] and one["ratio"] >= arguments.bar for one in found)
@@ -104,7 +128,7 @@ def main() -> int:
                        f"{arguments.repeats} --out {arguments.out}",
             "date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0)),
             "versions": {"python": platform.python_version(),
-                         **{name: version(name) for name in ("ezpz_llm", "tokenizers", "sentencepiece", "numpy")}},
+                         **{name: version(name) for name in _VERSIONS}},
             "bar": arguments.bar, "passed": passed, "families": found})
     return 0 if passed else 1
 

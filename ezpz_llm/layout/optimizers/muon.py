@@ -31,6 +31,10 @@ class _Muon(Optimizer):
             return None
         return "muon orthogonalizes whole matrices, but the tiles of a layer may be stepped one after another"
 
+    def needs_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return True for the matrices of blocks."""
+        return _is_block_matrix(name, len(shape))
+
     def state_of(self, name: str, shape: tuple[int, ...]) -> Mapping[str, int]:
         """Return only the momentum for a matrix of a block, both moments for other parameters."""
         return {"exp_avg": self.state["exp_avg"]} if _is_block_matrix(name, len(shape)) else self.state
@@ -121,5 +125,4 @@ def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-MUON = _Muon("muon", "Muon (AdamW for embeddings, head, norms and biases)", {"exp_avg": 4, "exp_avg_sq": 4},
-             needs_matrices=True)
+MUON = _Muon("muon", "Muon (AdamW for embeddings, head, norms and biases)", {"exp_avg": 4, "exp_avg_sq": 4})
