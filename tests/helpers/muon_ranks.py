@@ -144,7 +144,8 @@ def compare(dist: Dist, run: str) -> dict[str, Any]:
              for name, value in expected.items()}
     matrices = engine.training_state().optimizer.matrices._matrices
     owners = {matrix.owner for members in matrices.values() for matrix in members}
-    return {"owners": len(owners), "weights": max(apart.values()), "worst": max(apart, key=lambda name: apart[name]),
+    return {"owners": len(owners), "weights": max(apart.values()),
+            "worst": max(apart, key=lambda name: apart[name]),
             "norms": max(abs(a / b - 1) for a, b in zip(norms, expected_norms, strict=True)),
             "kinds": sorted({("matrix" if ".h." in name and value.dim() == 2 else "other", *stored[name])
                              for name, value in expected.items()})}
