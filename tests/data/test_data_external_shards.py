@@ -277,7 +277,8 @@ def test_a_type_declared_in_meta_json_needs_no_characters(tmp_path: Path, conten
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(content))
     (tmp_path / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
     check_corpus(str(tmp_path), "bytes")
-    np.testing.assert_array_equal(TokenData.open(prepare(str(tmp_path), "bytes", progress=False)).split("val")[:], ids)
+    data = TokenData.open(prepare(str(tmp_path), "bytes", progress=False))
+    np.testing.assert_array_equal(data.split("val")[:], ids)
 
 
 @pytest.mark.parametrize("content", [{"dtype": np.dtype("uint16")}, {"vocab_size": 257}])
