@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import UNSET
@@ -12,7 +13,20 @@ from ezpz_llm.data.megatron import find_unmarked_document
 from ezpz_llm.data.shards import TokenData
 
 
-def document_separator(data: TokenData) -> int:
+@dataclass(frozen=True)
+class SeparatorAdvice:
+    """Advice of a command for a corpus whose documents are not separated.
+
+    Attributes:
+        tokenizer: how to choose a tokenizer that has an end-of-text token.
+        otherwise: what to type to keep the tokens.
+    """
+
+    tokenizer: str
+    otherwise: str
+
+
+def document_separator(data: TokenData, advice: SeparatorAdvice) -> int:
     """Return the end-of-text token, which precedes each document of a corpus, or in a mixture of each corpus.
 
     The shards of some programs have it after each document. It is then the first token of the next document.
@@ -22,7 +36,7 @@ def document_separator(data: TokenData) -> int:
     """
     separator = data.manifest.end_of_text
     if separator is None:
-        raise _missing_error(data.manifest.source.corpus, data.manifest.tokenizer.name)
+        raise _missing_error(data.manifest.source.corpus, data.manifest.tokenizer.name, advice)
     for part in [part for part, _ in data.parts] or [data]:
         index, shards = part.manifest.document_index, part.manifest.shards
         if index is UNSET or not shards:
@@ -31,12 +45,12 @@ def document_separator(data: TokenData) -> int:
         if document is not None:
             raise UserError(f"--mask-documents needs an end-of-text token after each document, but document "
                             f"{document:,} does not end with token {separator:,}", where=index,
-                            instead="preprocess the text again with Megatron's --append-eod, or train with "
-                                    "--mask-documents false")
+                            instead="preprocess the text again with Megatron's --append-eod, or "
+                                    + advice.otherwise)
     return separator
 
 
-def check_separator(corpus: str, tokenizer: str | None) -> None:
+def check_separator(corpus: str, tokenizer: str | None, advice: SeparatorAdvice) -> None:
     """Check that documents will be separated in a corpus of text that is not prepared yet.
 
     Raises:
@@ -44,11 +58,9 @@ def check_separator(corpus: str, tokenizer: str | None) -> None:
     """
     choice = make_request(corpus, Options(tokenizer)).tokenizer
     if not choice.has_end_of_text:
-        raise _missing_error(corpus, choice.name)
+        raise _missing_error(corpus, choice.name, advice)
 
 
-def _missing_error(corpus: str, tokenizer: str) -> UserError:
+def _missing_error(corpus: str, tokenizer: str, advice: SeparatorAdvice) -> UserError:
     return UserError("--mask-documents needs an end-of-text token between documents, but the tokenizer "
-                     f"{tokenizer} has none", where=corpus,
-                     instead="use another tokenizer, such as --tokenizer bytes, or train with "
-                             "--mask-documents false")
+                     f"{tokenizer} has none", where=corpus, instead=f"{advice.tokenizer}, or {advice.otherwise}")

@@ -104,7 +104,8 @@ def find_external_shards(corpus: str, tokenizer: Choice | None) -> ExternalShard
         if not paths:
             raise UserError(f"these {program} shards have no {name} split", where=str(folder),
                             instead=f"add the files of the {name} split")
-    meta = read_meta(folder)
+    is_raw = program == "nanoGPT" and any(find_llm_c_dtype(paths[0]) is None for paths in splits.values())
+    meta = read_meta(folder, is_raw=is_raw)
     if tokenizer is not None and tokenizer.file is None and tokenizer.name == (
             _DEFAULT_TOKENIZER if meta.characters is None else "char"):
         tokenizer = None  # the same fingerprint with and without --tokenizer

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,25 +35,34 @@ class NanogptMeta:
     dtype: np.dtype | None = None
 
 
-def read_meta(folder: Path) -> NanogptMeta:
-    """Read meta.pkl and meta.json, if any. No code in the pickle is executed.
+def read_meta(folder: Path, *, is_raw: bool) -> NanogptMeta:
+    """Read meta.json and meta.pkl, if any. No code in the pickle is executed.
+
+    Args:
+        is_raw: the tokens' files do not state their type. Otherwise a declared type is ignored.
 
     Raises:
-        UserError: a file has neither characters nor a token type, or they are unsupported.
+        UserError: the characters or the token type are unsupported; or meta.pkl has no characters, and raw tokens
+            have no declared type.
     """
     characters, dtype = None, None
     pickled, declared = folder / META_PKL, folder / META_JSON
-    if pickled.is_file():
-        content = _unpickle(pickled)
-        if "dtype" in content:
-            dtype = _to_dtype(content["dtype"], pickled)
-        if "itos" in content or dtype is None:
-            characters = _characters(content, pickled)
-    if declared.is_file():
+    if is_raw and declared.is_file():
         content = read_json(declared)
         if isinstance(content, dict) and "dtype" in content:
             dtype = _to_dtype(content["dtype"], declared)
+    if pickled.is_file():
+        content = _unpickle(pickled)
+        if is_raw and dtype is None and "dtype" in content:
+            dtype = _to_dtype(content["dtype"], pickled)
+        if "itos" in content or (is_raw and dtype is None):
+            characters = _characters(content, pickled)
     return NanogptMeta(characters, dtype)
+
+
+def declare_command(folder: Path, dtype: str) -> str:
+    """Return the shell command that declares the type of the tokens in `folder`."""
+    return f"echo '{{\"dtype\": \"{dtype}\"}}' > {shlex.quote(str(folder / META_JSON))}"
 
 
 def _to_dtype(name: Any, where: Path) -> np.dtype:
@@ -100,4 +110,6 @@ def _characters(content: dict[Any, Any], path: Path) -> str:
 
 def _no_table_error(path: Path, error: Exception) -> UserError:
     return UserError(f"this meta.pkl has no usable table of characters: {error}", where=str(path),
-                     instead="prepare the text itself: python3 -m ezpz_llm.data prepare FILE --tokenizer char")
+                     instead="for characters, prepare the text itself: python3 -m ezpz_llm.data prepare FILE "
+                             "--tokenizer char; for other tokens, remove meta.pkl and declare their type, such as "
+                             f"uint16: {declare_command(path.parent, 'uint16')}")

@@ -16,7 +16,7 @@ import numpy as np
 from ezpz_llm.base import UserError, require_package
 from ezpz_llm.data.atomic_dir import build_folder
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
-from ezpz_llm.data.document_separator import check_separator, document_separator
+from ezpz_llm.data.document_separator import SeparatorAdvice, check_separator, document_separator
 from ezpz_llm.data.downloads import print_to_stderr, writing
 from ezpz_llm.data.external_shards import ExternalShards, check_shards, find_external_shards, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
@@ -97,7 +97,7 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
 
 def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None,
                  text_key: str = TEXT, max_broken: int = 0, *, decodes: bool = False,
-                 separates: bool = False) -> TokenData | None:
+                 separates: SeparatorAdvice | None = None) -> TokenData | None:
     """Check the inputs of `prepare` without preparing anything.
 
     Returns the tokens; None for a mixture of several corpora, or if they are not prepared yet.
@@ -106,7 +106,7 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
         block_size: also check that existing shards have enough tokens for windows of this length.
         decodes: also check the tokenizer's file, even if the tokens exist.
         separates: also check that an end-of-text token separates documents, except in shards of other programs that
-            have no manifest yet.
+            have no manifest yet. The error gives this advice.
 
     Raises:
         UserError: `prepare` would fail for a reason that can be found without reading the whole text, a shard is
@@ -123,10 +123,10 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
         _check_same_tokenizer(opened)
     for (part, _), folder in zip(parts, folders, strict=True):
         if separates and folder is None and not _is_prepared(part):
-            check_separator(part, tokenizer)
+            check_separator(part, tokenizer, separates)
     for data in opened:
         if separates:
-            document_separator(data)
+            document_separator(data, separates)
         if decodes:
             check_files(data.manifest.tokenizer, data.folder)
         if block_size is not None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.data.downloads import reading
+from ezpz_llm.data.nanogpt_meta import declare_command
 
 CHECKED_TOKENS = 32 << 20
 """Maximum number of tokens to check before a run starts (well under a second); longer files are sampled."""
@@ -105,7 +106,7 @@ def _declare_advice(path: Path, dtype: str) -> str:
     convert = f'convert them: cd {folder} && python3 -c "{code}"'
     if dtype not in _DECLARED:
         return convert
-    return f"declare it: echo '{{\"dtype\": \"{_DECLARED[dtype]}\"}}' > {folder}/meta.json; or {convert}"
+    return f"declare it: {declare_command(path.parent, _DECLARED[dtype])}; or {convert}"
 
 
 def pieces(tokens: np.ndarray, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:

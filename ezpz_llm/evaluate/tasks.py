@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.base import UserError, import_package, require_package, user_path
-from ezpz_llm.data.document_separator import document_separator
+from ezpz_llm.data.document_separator import SeparatorAdvice, document_separator
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.prepare import check_corpus
@@ -30,6 +30,10 @@ from ezpz_llm.rundir.records import Data
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
+
+
+_SEPARATOR_ADVICE = SeparatorAdvice("use the tokenizer of the model",
+                                    "pass another --corpus, since the model was trained with --mask-documents true")
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
     tokenizer = tokenizer_argument_for(plan.source, options.tokenizer, corpus, asked=options.tokenizer is not None)
     text_key = settings.text_key or TEXT if corpus == settings.corpus else TEXT
     masks = bool(settings.mask_documents)
-    check_corpus(corpus, tokenizer, plan.model.block_size, text_key, separates=masks)
+    check_corpus(corpus, tokenizer, plan.model.block_size, text_key, separates=_SEPARATOR_ADVICE if masks else None)
     return Corpus(corpus, tokenizer, tokens or None, text_key, masks)
 
 
@@ -88,7 +92,7 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
     _warn(dist, tokenizer_mismatch(plan.source, data.manifest.tokenizer))
     windows = ValidationWindows(data.split("val"), plan.model.block_size, planned.tokens)
     engine = open_model(plan, dist)
-    mask_documents(engine.module, document_separator(data) if planned.mask_documents else None)
+    mask_documents(engine.module, document_separator(data, _SEPARATOR_ADVICE) if planned.mask_documents else None)
     with engine.evaluating():
         loss, tokens = validation_loss(engine.loss_sum, windows.batches(options.batch, dist.mesh.dp_rank,
                                                                         dist.mesh.dp_size),

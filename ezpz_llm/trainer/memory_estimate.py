@@ -9,9 +9,12 @@ import torch
 from ezpz_llm.base import count_noun
 from ezpz_llm.engine.precision import matmul_dtype
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, unsharded_bytes
+from ezpz_llm.layout.resolve import Resolved
+from ezpz_llm.layout.value_source import COMMAND_LINE, Origin
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import most_logits_on
 from ezpz_llm.model.loss_chunk import choose_chunk
+from ezpz_llm.rundir.layout_record import Batch
 from ezpz_llm.trainer.plan import RunPlan
 
 _SHORTEST = 64
@@ -57,12 +60,27 @@ def _rank_bytes(plan: RunPlan, world_size: int) -> int:
 
 def _fitting_options(plan: RunPlan, world_size: int, limit: float) -> str:
     """Return options whose estimate is at most `limit` bytes per rank, with the longest possible context."""
-    batch, block_size = replace(plan.resolved.batch, micro_batch=1), plan.model.block_size
+    batch, block_size = _with_smallest_micro_batch(plan.resolved), plan.model.block_size
     while block_size >= _SHORTEST:
         smaller = replace(plan, model=replace(plan.model, block_size=block_size),
                           resolved=replace(plan.resolved, batch=batch))
         if _rank_bytes(smaller, world_size) <= limit:
-            shorter = f" --block-size {block_size}" if block_size < plan.model.block_size else ""
-            return f"pass --micro-batch-size 1{shorter}"
+            options = "--micro-batch-size 1"
+            # Of three numbers on the command line, none is overridden: they must agree.
+            if (plan.resolved.sources["accumulation"] == COMMAND_LINE
+                    and batch.accumulation != plan.resolved.batch.accumulation):
+                options += f" --gradient-accumulation-steps {batch.accumulation}"
+            if block_size < plan.model.block_size:
+                options += f" --block-size {block_size}"
+            return f"pass {options}"
         block_size //= 2
     return "use a layout that shards more, or more nodes"
+
+
+def _with_smallest_micro_batch(resolved: Resolved) -> Batch:
+    """Return the batch with `--micro-batch-size 1`, which keeps the global batch or else the accumulation."""
+    batch = resolved.batch
+    of_global, of_accumulation = (resolved.sources[name].origin for name in ("global_batch", "accumulation"))
+    if of_global is Origin.DERIVED or of_global.rank > of_accumulation.rank:
+        return Batch(batch.accumulation * batch.dp_size, 1, batch.accumulation, batch.dp_size)
+    return Batch(batch.global_batch, 1, batch.global_batch // batch.dp_size, batch.dp_size)

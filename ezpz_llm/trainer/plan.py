@@ -11,6 +11,7 @@ from ezpz_llm.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range, UserError, sh
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.data.corpora import prepared_folder
+from ezpz_llm.data.document_separator import SeparatorAdvice
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.data.shards import TokenData
@@ -34,6 +35,8 @@ from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS,
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.schedule import DEEPSPEED_SCHEDULES, WITHOUT_DECAY
 
+SEPARATOR_ADVICE = SeparatorAdvice("use another tokenizer, such as --tokenizer bytes",
+                                   "train with --mask-documents false")
 _DEFAULT_CLIP = 1.0
 _STEPS, _ZERO_OR_STEPS = Range(1, MAX_STEPS), Range(0, MAX_STEPS)
 _NON_NEGATIVE = Range(0, 1e9)
@@ -222,7 +225,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
         check_compiler(plan.config.device, plan.sources["compile"])
     tokens = check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size, plan.config.text_key,
                           decodes=plan.config.sample_tokens > 0 or plan.config.hellaswag is not None,
-                          separates=plan.config.mask_documents)
+                          separates=SEPARATOR_ADVICE if plan.config.mask_documents else None)
     if plan.config.hellaswag is not None:
         read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)

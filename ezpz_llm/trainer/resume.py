@@ -33,7 +33,8 @@ _REDERIVED = (Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
 _PER_ATTEMPT = {"resume", "run_dir", "device", "trace_steps"}
 """Settings of a single attempt, which are not restored."""
 _BATCH = ("global_batch", "micro_batch", "accumulation")
-_DEGREES = ("tp", "pp", "sp")
+_OF_LAYOUT = ("tp", "pp", "sp", "nvme_path")
+"""Settings that are not restored under another ds_config. Only layouts that offload to files accept `nvme_path`."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _with_settings(options: Options, run: RunDir, record: RunRecord) -> Options:
                 if name in FIELDS and name not in chosen | _PER_ATTEMPT
                 and (name not in sources or sources[name].origin not in _REDERIVED)}
     if "ds_config" in chosen:  # the run may have had the same one with another --tp
-        settings = {name: value for name, value in settings.items() if name not in _DEGREES}
+        settings = {name: value for name, value in settings.items() if name not in _OF_LAYOUT}
     settings = {**{name: value for name, value in settings.items() if name not in _BATCH}, **_batch(run, chosen)}
     for name, value in settings.items():
         options = options.set(ValueSource.of_run(run.path, sources.get(name, DEFAULT)), **{name: value})

@@ -47,7 +47,7 @@ from ezpz_llm.trainer.device_choices import with_device_choices
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.plan import RunPlan, plan_run, with_tokenizer
+from ezpz_llm.trainer.plan import SEPARATOR_ADVICE, RunPlan, plan_run, with_tokenizer
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.resume import ResumePoint, find_resume_point, rename_old_metrics
 from ezpz_llm.trainer.resume_changes import resume_warning
@@ -105,7 +105,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     heartbeat.beat(STARTING)
     work, flops = step_work(plan, dist)
     clock.passed("measuring the device")
-    engine = make_engine(plan, dist, document_separator(tokens) if config.mask_documents else None)
+    separator = document_separator(tokens, SEPARATOR_ADVICE) if config.mask_documents else None
+    engine = make_engine(plan, dist, separator)
     clock.passed("engine")
     first_step, state = 0, None
     if config.resume is not None:

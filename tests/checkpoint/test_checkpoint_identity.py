@@ -189,12 +189,12 @@ with ezpz_llm.setup(run_dir="run", device="cpu"):
 """
 SCRIPT_CASES: list[tuple[dict[str, Any], str]] = [
     ({}, "accepted"), ({"attention_dropout": 0.5, "max_position_embeddings": 64, "use_cache": False}, "accepted"),
+    ({"eos_token_id": 7, "bos_token_id": 5, "sep_token_id": 6}, "accepted"),
     ({"num_attention_heads": 2}, "num_attention_heads is 4 in the checkpoint and 2 in model.config"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
      "rope_parameters.rope_theta is 10000.0 in the checkpoint and 500000.0 in model.config"),
     ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-06 in the checkpoint and 1e-05 in model.config"),
     ({"hidden_act": "gelu"}, "hidden_act is 'silu' in the checkpoint and 'gelu' in model.config"),
-    ({"eos_token_id": 7}, "eos_token_id is 2 in the checkpoint and 7 in model.config"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings is True in the checkpoint and False in model.config"),
 ]
 

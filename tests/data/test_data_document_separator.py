@@ -10,10 +10,11 @@ import pytest
 from megatron_files import write_megatron
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.document_separator import document_separator
+from ezpz_llm.data.document_separator import SeparatorAdvice, document_separator
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.shards import TokenData
 
+ADVICE = SeparatorAdvice("use a tokenizer that has one", "read other text")
 END = 256
 """End of text of the tokenizer `bytes`."""
 
@@ -38,8 +39,8 @@ def write_documents(prefix: Path, *, marked: bool = True, unmarked: int | None =
 
 
 def separator_of(corpus: str, tokenizer: str = "bytes") -> int:
-    check_corpus(corpus, tokenizer, separates=True)
-    return document_separator(TokenData.open(prepare(corpus, tokenizer, progress=False)))
+    check_corpus(corpus, tokenizer, separates=ADVICE)
+    return document_separator(TokenData.open(prepare(corpus, tokenizer, progress=False)), ADVICE)
 
 
 def test_text_is_separated_by_end_of_text(tmp_path: Path) -> None:
@@ -50,11 +51,12 @@ def test_tokenizer_without_end_of_text_is_rejected_before_and_after_preparation(
     text = str(write_text(tmp_path))
     check_corpus(text, "char")
     for _ in range(2):
-        with pytest.raises(UserError, match="the tokenizer char has none"):
-            check_corpus(text, "char", separates=True)
+        with pytest.raises(UserError, match="the tokenizer char has none") as caught:
+            check_corpus(text, "char", separates=ADVICE)
+        assert caught.value.instead == "use a tokenizer that has one, or read other text"
         folder = prepare(text, "char", progress=False)
     with pytest.raises(UserError, match="the tokenizer char has none"):
-        document_separator(TokenData.open(folder))
+        document_separator(TokenData.open(folder), ADVICE)
 
 
 @pytest.mark.parametrize("empty", [0, 2])
@@ -67,9 +69,9 @@ def test_unmarked_megatron_documents_are_rejected(tmp_path: Path, options: dict,
     corpus = str(write_documents(tmp_path / "unmarked", **options))
     folder = prepare(corpus, "bytes", progress=False)
     with pytest.raises(UserError, match=f"document {document} does not end with token {END}"):
-        document_separator(TokenData.open(folder))
-    with pytest.raises(UserError, match="append-eod"):
-        check_corpus(corpus, "bytes", separates=True)
+        document_separator(TokenData.open(folder), ADVICE)
+    with pytest.raises(UserError, match="append-eod, or read other text"):
+        check_corpus(corpus, "bytes", separates=ADVICE)
 
 
 def test_every_corpus_of_a_mixture_is_checked(tmp_path: Path) -> None:
@@ -78,4 +80,4 @@ def test_every_corpus_of_a_mixture_is_checked(tmp_path: Path) -> None:
     unmarked = write_documents(tmp_path / "unmarked", marked=False)
     folder = prepare(f"{text}=0.5,{unmarked}=0.5", "bytes", progress=False)
     with pytest.raises(UserError, match="document 0 does not end"):
-        document_separator(TokenData.open(folder))
+        document_separator(TokenData.open(folder), ADVICE)

@@ -246,6 +246,59 @@ def test_declared_characters(tmp_path: Path) -> None:
         prepare(str(tmp_path), "char", progress=False)
 
 
+@pytest.mark.parametrize("names", [("x_train_000001.npy", "x_val_000000.npy"), ("x_train.bin", "x_val.bin"),
+                                   ("train.bin", "val.bin")])
+def test_shards_that_state_their_type_ignore_declared_types(tmp_path: Path, names: tuple[str, str]) -> None:
+    """A meta.json, or a meta.pkl without characters, may belong to another program."""
+    ids = np.arange(200, dtype=np.uint16)
+    for name in names:
+        if name.endswith(".npy"):
+            np.save(tmp_path / name, ids)
+        else:
+            write_llm_c(tmp_path / name, ids)
+    for declared in ({"dtype": "torch.bfloat16"}, {"dtype": "uint32"}):
+        (tmp_path / "meta.json").write_text(json.dumps(declared))
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(declared))
+        check_corpus(str(tmp_path), "bytes")
+        data = TokenData.open(prepare(str(tmp_path), "bytes", progress=False))
+        np.testing.assert_array_equal(data.split("train")[:], ids)
+    (tmp_path / "meta.json").write_text("not JSON")
+    check_corpus(str(tmp_path), "bytes")
+    # Converting nanoGPT's characters to .npy files leaves their table in the folder.
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(map(chr, range(32, 232))))}))
+    assert TokenData.open(prepare(str(tmp_path), progress=False)).manifest.tokenizer.name == "char"
+
+
+@pytest.mark.parametrize("content", [{"vocab_size": 257}, {"vocab_size": 257, "dtype": "torch.uint32"}])
+def test_a_type_declared_in_meta_json_needs_no_characters(tmp_path: Path, content: dict[str, object]) -> None:
+    ids = (np.random.default_rng(1).zipf(1.1, 6000) % 257).astype("<u4")
+    for name in ("train", "val"):
+        ids.tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(content))
+    (tmp_path / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
+    check_corpus(str(tmp_path), "bytes")
+    data = TokenData.open(prepare(str(tmp_path), "bytes", progress=False))
+    np.testing.assert_array_equal(data.split("val")[:], ids)
+
+
+@pytest.mark.parametrize("content", [{"dtype": np.dtype("uint16")}, {"vocab_size": 257}])
+def test_advice_for_a_meta_pkl_without_characters_declares_the_type(
+        tmp_path: Path, content: dict[str, object]) -> None:
+    folder = tmp_path / "my shards"
+    folder.mkdir()
+    for name in ("train", "val"):
+        np.arange(200, dtype=np.uint16).tofile(folder / f"{name}.bin")
+    (folder / "meta.pkl").write_bytes(pickle.dumps(content))
+    with pytest.raises(UserError, match="no usable table of characters") as caught:
+        check_corpus(str(folder), "bytes")
+    command = re.search(r"remove meta\.pkl and declare their type, such as uint16: (echo .*)", str(caught.value))
+    assert command is not None
+    (folder / "meta.pkl").unlink()
+    subprocess.run(command[1], shell=True, check=True, timeout=scaled(60))
+    assert json.loads((folder / "meta.json").read_text()) == {"dtype": "uint16"}
+    check_corpus(str(folder), "bytes")
+
+
 def write_llm_c(path: Path, ids: np.ndarray, version: int = 1) -> None:
     magic = 20240520 if ids.dtype == np.uint16 else 20240801
     path.write_bytes(np.array([magic, version, ids.size], "<i4").tobytes() + bytes(1012) + ids.tobytes())

@@ -15,8 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from megatron_files import write_megatron
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
@@ -113,6 +115,18 @@ def test_evaluate_val_equals_the_loss_of_the_run(trained: Path, exported: Path, 
                    "--run-dir", "result"])
     # The run's softmax includes padded rows, which the export does not have.
     assert read_record(result_in(inside)).evaluation["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
+
+
+def test_advice_for_documents_without_separators_has_options_of_evaluate(trained: Path, inside: Path) -> None:
+    shutil.copytree(trained / "at-run", inside / "masked")
+    record = json.loads((inside / "masked/run.json").read_text())
+    record["config"]["mask_documents"] = True
+    (inside / "masked/run.json").write_text(json.dumps(record))
+    corpus = write_megatron(inside / "unmarked", [np.arange(65, 90)] * 40, "uint16", list(range(41)))
+    with pytest.raises(UserError, match="--mask-documents needs") as caught:
+        evaluate.main(["val", str(inside / "masked"), "--corpus", str(corpus), "--device", "cpu"])
+    assert caught.value.instead == ("preprocess the text again with Megatron's --append-eod, or pass another "
+                                    "--corpus, since the model was trained with --mask-documents true")
 
 
 def test_validation_in_a_shorter_context(exported: Path, inside: Path) -> None:

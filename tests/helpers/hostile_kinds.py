@@ -462,7 +462,7 @@ def metajunk(rng: Random, folder: Path) -> object:
     written(folder, "meta.pkl", rng.choice([content, content, b"cos\nsystem\n(S'id'\ntR."]))
     if rng.random() < 0.5:
         written(folder, "meta.json", mutate.json_data(rng, {"dtype": "uint32"}))
-    return read_meta(folder)
+    return read_meta(folder, is_raw=True)
 
 
 @kind

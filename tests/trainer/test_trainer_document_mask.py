@@ -42,8 +42,10 @@ def test_a_corpus_without_end_of_text_is_rejected_before_the_run(tmp_path, monke
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
     words = [*SHAPE, "--corpus", str(write_corpus(tmp_path)), "--mask-documents", "true"]
     check_run(parse(words), 1)
-    with pytest.raises(UserError, match="--mask-documents needs an end-of-text token"):
+    with pytest.raises(UserError, match="--mask-documents needs an end-of-text token") as caught:
         check_run(parse([*words, "--tokenizer", "char"]), 1)
+    assert caught.value.instead == ("use another tokenizer, such as --tokenizer bytes, or train with "
+                                    "--mask-documents false")
 
 
 @pytest.mark.full

@@ -25,6 +25,14 @@ def test_default_run_fits_in_the_memory_that_it_was_measured_to_use() -> None:
     # Values, gradients, and half of the moments take 2 x 1.5 GB with 124M parameters, 2 x 15 GB with 1.2B.
     ("--model gpt2-124m --micro-batch-size 8", 6, "--micro-batch-size 1"),
     ("--model llama3.2-1b --micro-batch-size 2", 48, r"--micro-batch-size 1 --block-size \d+"),
+    # fsdp2 keeps 0.5 GB of unsharded gradients on each rank, if a smaller micro-batch needs more micro-steps.
+    ("--model gpt2-124m --ds-config fsdp2 --global-batch-size 16 --micro-batch-size 8", 5,
+     r"--micro-batch-size 1 --block-size \d+"),
+    ("--model gpt2-124m --ds-config fsdp2 --global-batch-size 16 --gradient-accumulation-steps 1", 6,
+     "--micro-batch-size 1 --gradient-accumulation-steps 8"),
+    ("--model gpt2-124m --ds-config fsdp2 --micro-batch-size 8 --gradient-accumulation-steps 1", 5,
+     "--micro-batch-size 1"),
+    ("--model gpt2-124m --ds-config fsdp2 --micro-batch-size 8", 5, "--micro-batch-size 1"),
 ])
 def test_suggested_options_fit(words: str, gigabytes: float, options: str) -> None:
     text = warning_for(words, gigabytes)

@@ -118,6 +118,24 @@ def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
     assert plan("--n-embd", "64").model.n_embd == 64, "the command line wins, and the checkpoint rejects it later"
 
 
+def test_another_layout_drops_the_folder_for_offloaded_state(tmp_path):
+    run_dir = tmp_path / "run"
+    words = ["--ds-config", "zero3_nvme", "--nvme-path", str(tmp_path / "disk")]
+    given = parse(words)
+    update_record(RunDir(run_dir).create(), steps=6, config=asdict(given.config),
+                  sources={name: source.as_record() for name, source in given.sources.items()})
+
+    def nvme_path(*more: str) -> str | None:
+        options = find_resume_point(parse(["--resume", "auto", "--run-dir", str(run_dir), *more])).options
+        return plan_run(options, 2).config.nvme_path
+
+    assert nvme_path() == str(tmp_path / "disk")
+    assert nvme_path("--ds-config", "fsdp2") is None
+    assert nvme_path("--ds-config", "zero3_nvme", "--nvme-path", "/other") == "/other"
+    with pytest.raises(UserError, match="offloads nothing to files"):
+        nvme_path("--ds-config", "fsdp2", "--nvme-path", "/other")
+
+
 def test_runs_with_nothing_saved(train, tmp_path, capsys):
     assert train(*SMALL, "--ds-config", "ddp", "--steps", "2", "--save-every", "-1", "--run-dir", tmp_path / "a",
                  "--resume", "auto")[0] == 0
