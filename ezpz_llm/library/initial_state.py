@@ -80,8 +80,8 @@ def broadcast_values(model: nn.Module, dist: Dist) -> None:
 
 
 def _broadcast(tensor: Tensor, dist: Dist) -> None:
-    # As bytes: backends do not support every dtype, such as int16.
-    values = tensor.to(dist.device).contiguous()
+    # As bytes: backends do not support every dtype, such as int16. A lazy conjugate or negative has other bytes.
+    values = tensor.to(dist.device).resolve_conj().resolve_neg().contiguous()
     torch.distributed.broadcast(values.view(-1).view(torch.uint8), src=0)
     if values is tensor:
         return

@@ -14,7 +14,7 @@ DTYPES = (torch.complex64, torch.float64, torch.float8_e4m3fn, torch.int16, torc
 
 
 class Formats(nn.Module):
-    """Parameters in fp64, channels_last and transposed; buffers of many dtypes, without elements, and expanded."""
+    """Parameters in fp64, channels_last and transposed; buffers of many dtypes and views, and without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +26,13 @@ class Formats(nn.Module):
         self.register_buffer("empty", torch.zeros(0))
         self.register_buffer("expanded", torch.randn(2, 1).expand(2, 3))
         self.register_buffer("transposed", torch.randn(2, 3).t())
+        self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
+        self.register_buffer("negative", torch.randn(3, dtype=torch.complex64).conj().imag)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.view(-1, 2, 4, 8).to(self.conv.weight.dtype)[..., ::2].contiguous(memory_format=torch.channels_last)
-        offset = sum(buffer.to(torch.complex64).real.sum() for buffer in self.buffers())
+        buffers = [buffer.to(torch.complex64) for buffer in self.buffers()]
+        offset = sum(buffer.real.sum() + buffer.imag.sum() for buffer in buffers)
         return self.head(self.conv(x).flatten(1)) + 0.02 * offset * torch.arange(5, device=x.device)
 
 
