@@ -160,6 +160,7 @@ def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], folder: Path,
             assert isinstance(engine.module.seen, Tensor)
             engine.module.seen += 1
         done = end
+        engine.module.requires_grad_(False)  # freezing after wrap does not change a checkpoint
         saved_in = ezpz_llm.save_checkpoint(engine, 100 * tag + done, mine={"step": done}, layout="the script's")
         with torch.no_grad():
             TRAININGS[kind].loss(engine.eval(), micro_batch(kind, 0, 0))
