@@ -109,15 +109,25 @@ class DeepSpeedEngine(MicroStepEngine):
     def _step_partitioned(self) -> Tensor:
         """Step in stages 1 to 3, which skip a step with a non-finite norm and report it as infinite."""
         self._engine.step()
-        if self.layout.zero.stage == 3 and self.layout.zero.offload_optimizer is None:
-            # DeepSpeed overwrites a gradient in the first micro-step of the next step, but keeps it for a parameter
-            # that the loss of that micro-step does not depend on.
-            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+        if self.layout.zero.stage == 3 and self.may_have_unused:
+            _zero_gradients(self._engine.optimizer)
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
         """Return slices of DeepSpeed's parameters and optimizer state."""
         return deepspeed_state(self._engine, *self._replica, self._scale)
+
+
+def _zero_gradients(zero: Any) -> None:
+    """Set stage 3's gradients to zero after a step, except those in files.
+
+    DeepSpeed overwrites a gradient in the first micro-step of the next step, and with optimizer offload copies it
+    in the last one. It keeps the old gradient of a parameter that the loss of this micro-step does not depend on.
+    """
+    zero.grad_partitions_flat_buffer.zero_()
+    for flat in zero.fp32_partitioned_groups_flat:
+        if flat.grad is not None:
+            flat.grad.zero_()
 
 
 def _report_invalid_norms(zero: Any) -> None:

@@ -212,6 +212,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
                                 for group in optimizer.param_groups],
                                make_optimizer)
     assert isinstance(engine, MicroStepEngine)
+    engine.may_have_unused = True
     wrapped = Wrapped(run, engine, optimizer, parameter_dtype(resolved.precision))
     run.models.append(wrapped)
     run.begin_step()

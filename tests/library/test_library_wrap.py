@@ -76,7 +76,8 @@ def check_autocast(by_name: dict[str, dict]) -> None:
 
 def test_training_equals_one_process(tmp_path: Path):
     """Check layouts, resumed under another one: an MLP, unusual models, and Qwen3 with a tied head."""
-    by_name = results(tmp_path, ["mlp:ddp:fsdp2", "formats:fsdp2:zero1", "frozen:zero3:zero2", AUTOCAST_RUN])
+    by_name = results(tmp_path, ["mlp:ddp:fsdp2", "formats:fsdp2:zero1", "frozen:zero3:zero2",
+                                 "resting:zero3_offload_all", AUTOCAST_RUN])
     check_autocast({AUTOCAST_RUN: by_name.pop(AUTOCAST_RUN)})
     check_fp32(by_name)
 
@@ -93,6 +94,8 @@ def test_unusual_models(tmp_path: Path):
     check(tmp_path, [f"{kind}:{layouts}" for kind in ("formats", "objects", "frozen", "adapted", "recomputed")
                      for layouts in ("ddp", "fsdp2:zero2", "zero1:zero3", "zero3:ddp")])
     check(tmp_path, [f"sometimes:{layouts}" for layouts in ("zero0", "zero1", "zero2:zero3", "zero3:fsdp2")])
+    check(tmp_path, [f"resting:{layout}" for layout in ("zero0", "zero1", "zero2", "zero3",
+                                                        "zero3_offload_optimizer", "zero3_offload_all")])
     in_bf16 = results(tmp_path, [f"frozen:{first}+bf16:{second}+bf16" for first, second in (
         ("ddp", "zero3"), ("zero3", "fsdp2"), ("fsdp2", "zero2"), ("zero1", "ddp"))])
     assert [result["frozen"] for result in in_bf16.values()] == [0.0] * 4
