@@ -175,7 +175,8 @@ def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iter
             file.write(chunk)
             digest.update(chunk)
         for _, tensor in zip(outline, tensors, strict=True):
-            data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            data = memoryview(values.view(-1).view(torch.uint8).numpy())
             file.write(data)
             digest.update(data)
         file.flush()

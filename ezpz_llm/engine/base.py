@@ -31,9 +31,12 @@ class Engine(ABC):
         skipped_steps: number of steps whose fp16 gradients overflowed; such steps change only the loss scale.
         step_skip: skips steps whose gradient norm is non-finite or above a limit; such steps have no effect.
         masters: fp32 master weights that the optimizer steps; None if the engine does not keep them itself.
+        may_have_unused: True if the loss of a micro-batch may not depend on every parameter. ezpz_llm's models use
+            all parameters.
     """
 
     masters: MasterWeights | None = None
+    may_have_unused = False
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist) -> None:
         self.module, self.device = model, dist.device

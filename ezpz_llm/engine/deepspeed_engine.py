@@ -11,6 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,15 +109,25 @@ class DeepSpeedEngine(MicroStepEngine):
     def _step_partitioned(self) -> Tensor:
         """Step in stages 1 to 3, which skip a step with a non-finite norm and report it as infinite."""
         self._engine.step()
-        if self.layout.zero.stage == 3 and self.layout.zero.offload_optimizer is None:
-            # DeepSpeed overwrites a gradient in the first micro-step of the next step, but keeps it for a parameter
-            # that the loss of that micro-step does not depend on.
-            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+        if self.layout.zero.stage == 3 and self.may_have_unused:
+            _zero_gradients(self._engine.optimizer)
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
         """Return slices of DeepSpeed's parameters and optimizer state."""
         return deepspeed_state(self._engine, *self._replica, self._scale)
+
+
+def _zero_gradients(zero: Any) -> None:
+    """Set stage 3's gradients to zero after a step, except those in files.
+
+    DeepSpeed overwrites a gradient in the first micro-step of the next step, and with optimizer offload copies it
+    in the last one. It keeps the old gradient of a parameter that the loss of this micro-step does not depend on.
+    """
+    zero.grad_partitions_flat_buffer.zero_()
+    for flat in zero.fp32_partitioned_groups_flat:
+        if flat.grad is not None:
+            flat.grad.zero_()
 
 
 def _report_invalid_norms(zero: Any) -> None:
@@ -189,13 +200,18 @@ class _ZeroState(EngineState):
     """Common part of stages 1 to 3: flat fp32 buffers, stepped by the optimizer inside the ZeRO optimizer."""
 
     def __init__(self, engine: Any, scale: LossScale | None) -> None:
+        self.zero = engine.optimizer
         self.placed = {parameter: placement_of(name, parameter)
                        for name, parameter in engine.module.named_parameters()}
-        super().__init__(engine.optimizer.optimizer, scale, [
-            self._place_frozen(parameter, at) for parameter, at in self.placed.items()
-            if not parameter.requires_grad])
-        self.zero = engine.optimizer
         self.shapes = {at.name: at.shape for at in self.placed.values()}
+        trained = set(chain.from_iterable(self._trained))
+        super().__init__(self.zero.optimizer, scale, [
+            self._place_frozen(parameter, at) for parameter, at in self.placed.items() if parameter not in trained])
+
+    @property
+    @abstractmethod
+    def _trained(self) -> list[list[torch.nn.Parameter]]:
+        """Parameters in each flat buffer."""
 
     @abstractmethod
     def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
@@ -223,6 +239,10 @@ class _PartitionedOptimizer(_ZeroState):
         if hasattr(self.zero, "bf16_groups"):  # the optimizer of pipelines in bf16
             return self.zero.bf16_groups, self.zero.fp32_groups_flat_partition
         return self.zero.bit16_groups, self.zero.single_partition_of_fp32_groups
+
+    @property
+    def _trained(self) -> list[list[torch.nn.Parameter]]:
+        return self._groups[0]
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
         for group, parameters, flat in zip(self.optimizer.param_groups, *self._groups, strict=True):
@@ -258,6 +278,10 @@ class _PartitionedParameters(_ZeroState):
     def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
         start, numel = self._part_of(parameter)
         return Frozen(at, parameter.ds_tensor[:numel], start, 0, 1)
+
+    @property
+    def _trained(self) -> list[list[torch.nn.Parameter]]:
+        return self.zero.fp16_groups
 
     def _part_of(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
         """Return the start and the number of this rank's elements of a parameter, without padding."""
@@ -304,8 +328,10 @@ class _PartitionedParameters(_ZeroState):
         super().loaded(optimizer_step)
         # As at the end of stage 3's step: release gathered parameters, write the partitions, and gather the small
         # parameters that are kept between steps.
-        self.zero.invalidate_secondary_tensor()  # hpZ's copy of the old weights
         self.zero.checkpoint_event_prologue()
+        for parameter in self.placed:
+            # hpZ's copy of the old weights; DeepSpeed's invalidate_secondary_tensor omits frozen parameters.
+            parameter.ds_secondary_tensor = None
         for number in range(len(self.zero.fp16_groups)):
             with self._in_memory(number):
                 self.zero._reassign_or_swap_out_partitioned_parameters(number)

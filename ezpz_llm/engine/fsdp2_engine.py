@@ -18,7 +18,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.private_names import tree_leaves
 from ezpz_llm.engine.gradients import sharded_norm_and_clip
 from ezpz_llm.engine.masters import MasterWeights
-from ezpz_llm.engine.optimizer_state import Access, EngineState, Frozen, MakeOptimizer, Slice
+from ezpz_llm.engine.optimizer_state import Access, EngineState, Frozen, MakeOptimizer, Slice, stepped_by
 from ezpz_llm.engine.precision import LossScale, gradient_dtype, parameter_dtype
 from ezpz_llm.engine.sharded_start import fill_rows, first_element
 from ezpz_llm.engine.torch_engine import TorchEngine
@@ -176,13 +176,13 @@ class _FsdpState(EngineState):
     def __init__(self, module: torch.nn.Module, rows: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]],
                  optimizer: torch.optim.Optimizer, place: tuple[int, int], copy: tuple[int, int],
                  scale: LossScale | None) -> None:
-        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        trained = stepped_by(optimizer)
         super().__init__(optimizer, scale, [
             Frozen(Placement(name, shapes[name], (whole_box(shapes[name]),)), part,
                    first_element(shapes[name], *place), *copy)
-            for name, part in rows.items() if not trained[name]])
+            for name, part in rows.items() if part not in trained])
         self.module, self.shapes = module, shapes
-        self.rows = {name: part for name, part in rows.items() if trained[name]}
+        self.rows = {name: part for name, part in rows.items() if part in trained}
         self.place, self.copy = place, copy
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:

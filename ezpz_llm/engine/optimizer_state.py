@@ -90,7 +90,8 @@ class EngineState(ABC):
     Args:
         optimizer: the optimizer that steps the tensors; the innermost one if optimizers are nested.
         scale: the loss scale of fp16, if any.
-        frozen: parameters that are not trained.
+        frozen: parameters that the optimizer does not step. A parameter whose `requires_grad` changes after the
+            engine is built is not added or removed.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -214,6 +215,11 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float | None) -> None:
         group["lr"] = lr
 
 
+def stepped_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """Return the tensors that the optimizer steps."""
+    return {tensor for group in optimizer.param_groups for tensor in group["params"]}
+
+
 def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> Optimizer:
     """Create the state of `parameter` (zero) if missing, and return the optimizer's description.
 
@@ -290,12 +296,14 @@ class TorchState(EngineState):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int,
                  scale: LossScale | None, masters: MasterWeights | None = None) -> None:
-        placed = [(parameter, placement_of(name, parameter)) for name, parameter in module.named_parameters()]
-        super().__init__(optimizer, scale, [Frozen(at, parameter, 0, rank, world_size)
-                                            for parameter, at in placed if not parameter.requires_grad])
+        trained = stepped_by(optimizer)
+        master_of = {} if masters is None else masters
+        placed = [(master_of.get(parameter, parameter), placement_of(name, parameter))
+                  for name, parameter in module.named_parameters()]
+        super().__init__(optimizer, scale, [Frozen(at, tensor, 0, rank, world_size)
+                                            for tensor, at in placed if tensor not in trained])
         self.masters = masters
-        self.placed = [(parameter if masters is None else masters[parameter], at)
-                       for parameter, at in placed if parameter.requires_grad]
+        self.placed = [(tensor, at) for tensor, at in placed if tensor in trained]
         self.shapes = {at.name: at.shape for _, at in placed}
         self.rank, self.world_size = rank, world_size
 

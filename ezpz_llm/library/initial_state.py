@@ -51,6 +51,10 @@ def check_parameters(model: nn.Module, layout: Layout) -> None:
         if parameter.is_complex():
             raise UserError(f"the parameter {name} is complex", where=_WHERE,
                             instead="two real parameters, and torch.complex in forward")
+        if not parameter.is_floating_point():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UserError(f"the parameter {name} has the dtype {dtype}, but layouts convert parameters to "
+                            "floating point", where=_WHERE, instead="a buffer (register_buffer)")
         if not parameter.requires_grad and layout.zero.offload_param == "nvme":
             raise UserError(f"the parameter {name} is frozen, which the layout {layout.name} does not support",
                             where=_WHERE, instead="zero3_offload_all, which keeps parameters in memory")
@@ -80,8 +84,8 @@ def broadcast_values(model: nn.Module, dist: Dist) -> None:
 
 
 def _broadcast(tensor: Tensor, dist: Dist) -> None:
-    # As bytes: backends do not support every dtype, such as int16.
-    values = tensor.to(dist.device).contiguous()
+    # As bytes: backends do not support every dtype, such as int16. A lazy conjugate or negative has other bytes.
+    values = tensor.to(dist.device).resolve_conj().resolve_neg().contiguous()
     torch.distributed.broadcast(values.view(-1).view(torch.uint8), src=0)
     if values is tensor:
         return

@@ -56,17 +56,31 @@ class Wrapped:
         self.grad_norm: Tensor | None = None
         self.accumulation = engine.batch.accumulation
         self._run, self._engine, self._dtype = run, engine, dtype
+        self._frozen = {name: parameter for name, parameter in engine.module.named_parameters()
+                        if not parameter.requires_grad}
         self._micro_steps = 0
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective."""
+        """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective.
+
+        Raises:
+            UserError: a parameter was unfrozen after `wrap`.
+        """
         if self._dtype != torch.float32:
             inputs, keywords = _cast(inputs, self._dtype), _cast(keywords, self._dtype)
         if not torch.is_grad_enabled():
             return self.module(*inputs, **keywords)
+        self._check_frozen()
         is_last = self._micro_steps == self.accumulation - 1
         with self._run.span("forward"):
             return self._engine.forward(*inputs, last_micro_step=is_last, **keywords)
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise UserError(f"the parameter {name} was unfrozen after wrap, so the optimizer does not step it",
+                                where="Wrapped", instead="unfreeze it before wrap, in a group of the optimizer "
+                                                         "whose lr is 0 until it is trained")
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of a micro-batch's loss (0-d), divided by the number of micro-batches per step.
@@ -198,6 +212,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
                                 for group in optimizer.param_groups],
                                make_optimizer)
     assert isinstance(engine, MicroStepEngine)
+    engine.may_have_unused = True
     wrapped = Wrapped(run, engine, optimizer, parameter_dtype(resolved.precision))
     run.models.append(wrapped)
     run.begin_step()

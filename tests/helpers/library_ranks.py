@@ -77,7 +77,7 @@ def one_process(kind: str, ranks: int, precision: str) -> tuple[nn.Module, list[
             return model(*inputs, **named)
 
     for step in range(STEPS):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)  # like ZeRO, step a layer that the loss does not depend on
         total = 0.0
         for number in range(ACCUMULATION):
             for part in range(parts):
@@ -160,6 +160,7 @@ def wrapped(run: ezpz_llm.Run, kind: str, layouts: list[str], folder: Path,
             assert isinstance(engine.module.seen, Tensor)
             engine.module.seen += 1
         done = end
+        engine.module.requires_grad_(False)  # freezing after wrap does not change a checkpoint
         saved_in = ezpz_llm.save_checkpoint(engine, 100 * tag + done, mine={"step": done}, layout="the script's")
         with torch.no_grad():
             TRAININGS[kind].loss(engine.eval(), micro_batch(kind, 0, 0))

@@ -14,7 +14,7 @@ DTYPES = (torch.complex64, torch.float64, torch.float8_e4m3fn, torch.int16, torc
 
 
 class Formats(nn.Module):
-    """Parameters in fp64, channels_last and transposed; buffers of many dtypes, without elements, and expanded."""
+    """Parameters in fp64, channels_last and transposed; buffers of many dtypes and views, and without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +26,13 @@ class Formats(nn.Module):
         self.register_buffer("empty", torch.zeros(0))
         self.register_buffer("expanded", torch.randn(2, 1).expand(2, 3))
         self.register_buffer("transposed", torch.randn(2, 3).t())
+        self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
+        self.register_buffer("negative", torch.randn(3, dtype=torch.complex64).conj().imag)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.view(-1, 2, 4, 8).to(self.conv.weight.dtype)[..., ::2].contiguous(memory_format=torch.channels_last)
-        offset = sum(buffer.to(torch.complex64).real.sum() for buffer in self.buffers())
+        buffers = [buffer.to(torch.complex64) for buffer in self.buffers()]
+        offset = sum(buffer.real.sum() + buffer.imag.sum() for buffer in buffers)
         return self.head(self.conv(x).flatten(1)) + 0.02 * offset * torch.arange(5, device=x.device)
 
 
@@ -38,7 +41,9 @@ def class_loss(model: Any, batch: Batch) -> Tensor:
 
 
 class SometimesUsed(TwoLosses):
-    """Model with a layer that only every second pair of calls uses."""
+    """Model with a layer that only every second pair of calls uses: one call of each step."""
+
+    used = (2, 3)
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +52,22 @@ class SometimesUsed(TwoLosses):
 
     def forward(self, *, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
-        return super().forward(x=x + self.extra(x) if self.calls % 4 in (2, 3) else x)
+        return super().forward(x=x + self.extra(x) if self.calls % 4 in self.used else x)
+
+
+class SecondStepsUnused(SometimesUsed):
+    """Model with a layer that both calls of every second step use."""
+
+    used = (1, 2)
+
+
+class WideFrozen(TwoLosses):
+    """Model with a frozen layer that is too large for ZeRO-3 to keep gathered between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk.append(nn.Sequential(nn.Linear(8, 400), nn.Linear(400, 400), nn.Linear(400, 8)))
+        self.trunk[-1][1].requires_grad_(False)
 
 
 @dataclasses.dataclass
@@ -121,6 +141,8 @@ def compiled() -> nn.Module:
 UNUSUAL = {
     "formats": Training(Formats, pictures, class_loss, eps=1e-3),
     "sometimes": Training(SometimesUsed, vectors, two_losses, eps=1e-3),
+    "resting": Training(SecondStepsUnused, vectors, two_losses, eps=1e-3),
+    "wide": Training(WideFrozen, vectors, two_losses),
     "objects": Training(Objects, vectors, object_loss, eps=1e-3),
     "frozen": Training(partly_frozen, vectors, two_losses),
     "adapted": dataclasses.replace(TRAININGS["qwen3"], module=adapted),

@@ -16,7 +16,7 @@ KINDS = ("mlp", "unet", "norm", "qwen3", "vit")
 LAYOUTS = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3_offload_optimizer", "zero3_offload_all")
 RESUMED = ("mlp:ddp:zero3", "mlp:fsdp2:zero2", "unet:zero3:fsdp2", "unet:zero1:ddp", "norm:zero2:fsdp2",
            "norm:zero3:ddp", "qwen3:fsdp2:zero3", "qwen3:zero2:ddp", "vit:ddp:zero3", "vit:zero1:fsdp2")
-WITH_BUFFER = ("mlp", "sometimes", "frozen", "compiled")
+WITH_BUFFER = ("mlp", "sometimes", "resting", "wide", "frozen", "compiled")
 """Models with a buffer `seen`."""
 SLOW = ("unet", "qwen3", "vit", "adapted", "recomputed")
 """Models some of whose parameters change little, because their AdamW has a large epsilon."""
@@ -76,7 +76,8 @@ def check_autocast(by_name: dict[str, dict]) -> None:
 
 def test_training_equals_one_process(tmp_path: Path):
     """Check layouts, resumed under another one: an MLP, unusual models, and Qwen3 with a tied head."""
-    by_name = results(tmp_path, ["mlp:ddp:fsdp2", "formats:fsdp2:zero1", "frozen:zero3:zero2", AUTOCAST_RUN])
+    by_name = results(tmp_path, ["mlp:ddp:fsdp2", "formats:fsdp2:zero1", "frozen:zero3:zero2",
+                                 "resting:zero3_offload_all", AUTOCAST_RUN])
     check_autocast({AUTOCAST_RUN: by_name.pop(AUTOCAST_RUN)})
     check_fp32(by_name)
 
@@ -93,6 +94,8 @@ def test_unusual_models(tmp_path: Path):
     check(tmp_path, [f"{kind}:{layouts}" for kind in ("formats", "objects", "frozen", "adapted", "recomputed")
                      for layouts in ("ddp", "fsdp2:zero2", "zero1:zero3", "zero3:ddp")])
     check(tmp_path, [f"sometimes:{layouts}" for layouts in ("zero0", "zero1", "zero2:zero3", "zero3:fsdp2")])
+    check(tmp_path, [f"resting:{layout}" for layout in ("zero0", "zero1", "zero2", "zero3",
+                                                        "zero3_offload_optimizer", "zero3_offload_all")])
     in_bf16 = results(tmp_path, [f"frozen:{first}+bf16:{second}+bf16" for first, second in (
         ("ddp", "zero3"), ("zero3", "fsdp2"), ("fsdp2", "zero2"), ("zero1", "ddp"))])
     assert [result["frozen"] for result in in_bf16.values()] == [0.0] * 4
@@ -113,7 +116,7 @@ def test_every_layout_equals_one_process_under_autocast(tmp_path: Path):
 
 @pytest.mark.full
 def test_hpz_equals_one_process(tmp_path: Path):
-    check(tmp_path, [f"{kind}:hpz" for kind in KINDS], ranks=4)
+    check(tmp_path, [*(f"{kind}:hpz" for kind in KINDS), "wide:hpz:hpz"], ranks=4)
 
 
 def check_bf16(by_name: dict[str, dict]) -> None:
@@ -153,6 +156,10 @@ MISTAKES = {
         "the parameter none has no elements, which the layout zero3 does not support",
     "model.phase = torch.nn.Parameter(torch.ones(1) + 1j); wrap(model, adamw(model.parameters()))":
         "the parameter phase is complex",
+    "model.table = torch.nn.Parameter(torch.arange(4), requires_grad=False); "
+    "wrap(model, adamw([model.weight, model.bias]))": "the parameter table has the dtype int64",
+    "model.weight.requires_grad_(False); w = wrap(model, adamw([model.bias])); model.weight.requires_grad_(); "
+    "w(torch.ones(2))": "the parameter weight was unfrozen after wrap",
     "model.forward = lambda x: {1}; model = torch.nn.Sequential(torch.nn.ModuleList([model])); "
     "model.forward = lambda x: model[0][0](x); wrap(model, adamw(model.parameters()), 'fsdp2')(torch.ones(2))":
         "0.0 returns a set, in which fully_shard finds no tensor",
