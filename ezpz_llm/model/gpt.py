@@ -130,7 +130,7 @@ class CausalProduct(nn.Module):
             # torch's memory-efficient kernel supports masks, but not grouped heads.
             k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         with sdpa_kernel(SDPBackend.MATH) if self.explicit else nullcontext():
-            return functional.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None,
+            return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, dropout_p=dropout,
                                                            enable_gqa=q.shape[1] != k.shape[1])
 
 
