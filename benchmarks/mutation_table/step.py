@@ -109,9 +109,9 @@ FAULTS = (
     Fault("masters-gradients-not-forgotten", "accumulation", MASTERS, "            bucket.gradients.zero_()",
           "            pass", GPT2_BF16),
     Fault("gradients-forgotten-in-the-step", "accumulation", TORCH,
-          "        return self._wrapped(*inputs, **named)",
+          "        try:\n            return self._wrapped(*inputs, **named)",
           "        if self.masters is None:\n            self._optimizer.zero_grad()\n"
-          "        return self._wrapped(*inputs, **named)", GPT2),
+          "        try:\n            return self._wrapped(*inputs, **named)", GPT2),
     Fault("reduced-after-the-first", "accumulation", BASE, "last_micro_step=index == accumulation - 1)",
           "last_micro_step=index == 0)", cell("ddp", 2)),
     Fault("clip-scales-up", "clipping", GRADIENTS, ".clamp(min=1.0) * loss_scale", " * loss_scale", GPT2),
