@@ -4,7 +4,7 @@ Takes four tokenizers of published models, which it downloads (tests/helpers/rea
 of each of three kinds (tests/helpers/small_tokenizers.py). Writes --megabytes of documents of about 5 kB in many
 scripts as jsonl. Then alternates in one process, --repeats times each:
   alone     the library's fastest call encodes the texts in memory: SentencePiece all texts at once, to NumPy
-            arrays, with one thread; tokenizers and tiktoken each text. No text has been encoded before;
+            arrays, with one thread; tokenizers and tiktoken each text. Includes loading the tokenizer, as for `prepare`;
   prepare   the corpus is prepared as shards: read, parsed, encoded, counted, written, hashed.
 Compares the minimum CPU time of each. Exit code 0 only if the ids are equal and the ratio of each family is at
 least --bar.
@@ -79,10 +79,9 @@ def measure(family: str, file: Path, texts: list[str], corpus: Path, work: Path,
     size = sum(len(text.encode()) for text in texts)
     alone, prepared, same = [], [], True
     for number in range(repeats):
-        encode = library(file)  # create it again, since it caches words
         fresh = [text.encode().decode() for text in texts]  # since a str keeps its UTF-8
         began = time.process_time()
-        ids = encode(fresh)
+        ids = library(file)(fresh)  # loaded again, as by `prepare`, since it caches words
         alone.append(time.process_time() - began)
         began = time.process_time()
         folder = prepare(str(corpus), str(file), out=work / f"{family.replace(' ', '_')}-{number}", workers=1,

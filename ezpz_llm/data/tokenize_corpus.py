@@ -187,7 +187,7 @@ def _write_remaining_tokens(work: _Work, workers: int, label: str, show: bool) -
         remaining = tasks(corpus, journal.after, revision=journal.facts.get("revision"),
                           reading=_reading(work.request), cut=work.tokenizer.cut)
         with progress(label, corpus.size, show, journal.source_bytes) as advance:
-            for encoded in _encode_all(remaining, journal.tokenizer, workers, work.folder):
+            for encoded in _encode_all(remaining, work, workers):
                 work.write(encoded.tokens)
                 work.counts += encoded.counts
                 journal.after = encoded.after
@@ -355,28 +355,23 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
                    sum(isinstance(piece, Piece) and piece.has_mark for piece in task.pieces))
 
 
-def _encode_all(tasks: Iterable[Task], entry: TokenizerEntry, workers: int, folder: Path) -> Iterator[Encoded]:
+def _encode_all(tasks: Iterable[Task], work: _Work, workers: int) -> Iterator[Encoded]:
     """Yield the tasks' tokens in order, encoded in this process or in a pool with bounded memory.
-
-    Args:
-        entry: the tokenizer's entry (see `to_entry`).
-        folder: contains the tokenizer's file, if it has one.
 
     Raises:
         UserError: unreadable text.
         InterruptedWriteError: a process was killed.
     """
     if workers == 1:
-        tokenizer = from_entry(entry, folder=folder)
         for task in tasks:
-            yield encode_task(task, tokenizer)
+            yield encode_task(task, work.tokenizer)
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker)
     waiting: deque = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_encode_in_worker, task, entry, folder))
+            waiting.append(pool.submit(_encode_in_worker, task, work.journal.tokenizer, work.folder))
             if len(waiting) >= _QUEUED_TASKS_PER_WORKER * workers:
                 yield waiting.popleft().result()
         while waiting:
