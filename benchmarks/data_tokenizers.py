@@ -4,7 +4,7 @@ Takes four tokenizers of published models, which it downloads (tests/helpers/rea
 of each of three kinds (tests/helpers/small_tokenizers.py). Writes --megabytes of documents of about 5 kB in many
 scripts as jsonl. Then alternates in one process, --repeats times each:
   alone     the library's fastest call encodes the texts in memory: SentencePiece all texts at once, to NumPy
-            arrays, with one thread; tokenizers and tiktoken each text. Includes loading the tokenizer, as for `prepare`;
+            arrays, with one thread; tokenizers and tiktoken each text. Includes loading the tokenizer;
   prepare   the corpus is prepared as shards: read, parsed, encoded, counted, written, hashed.
 Compares the minimum CPU time of each. Exit code 0 only if the ids are equal and the ratio of each family is at
 least --bar.
