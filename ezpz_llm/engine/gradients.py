@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, shorten_value
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.dist.private_names import foreach_div_, foreach_norm
 from ezpz_llm.engine.optimizer_state import EngineState, Slice
@@ -265,13 +265,12 @@ class GroupNorms:
         self.sums[KINDS.index(kind)] += (squares @ shares.to(squares.device)).to(self.sums.device)
 
 
-def _slices(state: EngineState) -> Iterator[Slice]:
-    try:
-        yield from state.slices()
-    except KeyError as error:
-        raise UserError("some parameters of the model are missing in the optimizer, so they would not be trained",
-                        where="the engine", instead="report this bug with the run's layout.json",
-                        exit_code=1) from error
+def _slices(state: EngineState) -> Iterable[Slice]:
+    if state.frozen:
+        raise UserError("some parameters of the model are missing in the optimizer, so they would not be trained: "
+                        f"{shorten_value(', '.join(state.frozen))}", where="the engine",
+                        instead="report this bug with the run's layout.json", exit_code=1)
+    return state.slices()
 
 
 def _group(piece: Slice) -> str:

@@ -104,9 +104,14 @@ class EngineState(ABC):
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
         """Kinds of tensors in the slices of each parameter: its weight and, unless frozen, optimizer state."""
-        spec, frozen = _spec_of(self.optimizer), {part.at.name for part in self._frozen}
+        spec, frozen = _spec_of(self.optimizer), set(self.frozen)
         return {name: ("weight",) if name in frozen else ("weight", *spec.state_of(name, shape))
                 for name, shape in self.shapes.items()}
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that the optimizer does not step."""
+        return [part.at.name for part in self._frozen]
 
     def slices(self) -> Iterable[Slice]:
         """Yield all slices of this rank. Call it only between steps.

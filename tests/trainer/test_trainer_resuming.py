@@ -17,6 +17,7 @@ from slowness import scaled
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.data.prepare import prepare
+from ezpz_llm.layout import ops
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record, update_record
 from ezpz_llm.rundir.value_source_record import Source
@@ -118,7 +119,8 @@ def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
     assert plan("--n-embd", "64").model.n_embd == 64, "the command line wins, and the checkpoint rejects it later"
 
 
-def test_another_layout_drops_the_folder_for_offloaded_state(tmp_path):
+def test_another_layout_drops_the_folder_for_offloaded_state(tmp_path, monkeypatch):
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
     run_dir = tmp_path / "run"
     words = ["--ds-config", "zero3_nvme", "--nvme-path", str(tmp_path / "disk")]
     given = parse(words)
