@@ -47,6 +47,17 @@ def unchanged(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
+def opened_in_place(folder: Path) -> TokenData:
+    """Open a folder of shards as a corpus, and check that this neither copies nor changes them."""
+    before = unchanged(folder)
+    check_corpus(str(folder), "bytes", 16)
+    index = prepare(str(folder), "bytes", progress=False)
+    assert sorted(path.name for path in index.iterdir()) == ["counts.npy", "manifest.json"]
+    assert unchanged(folder) == before
+    verify(index)
+    return TokenData.open(index)
+
+
 def test_build_nanogpt(nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cache: Path) -> None:
     folder, train, val = nanogpt_shards
     times = unchanged(folder)
@@ -193,18 +204,12 @@ def test_nanogpt_shards_of_a_declared_type_are_opened_without_a_copy(
     else:
         value = getattr(np, dtype) if "NumPy" in declaration else dtype
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 257, "dtype": value}))
-    before = unchanged(folder)
-    check_corpus(str(folder), "bytes", 16)
-    index = prepare(str(folder), "bytes", progress=False)
-    assert sorted(path.name for path in index.iterdir()) == ["counts.npy", "manifest.json"]
-    assert unchanged(folder) == before
-    data = TokenData.open(index)
-    verify(index)
+    data = opened_in_place(folder)
     assert data.manifest.dtype == dtype
     np.testing.assert_array_equal(data.split("train")[:], ids[:5000])
     np.testing.assert_array_equal(data.split("val")[:], ids[5000:])
     np.testing.assert_array_equal(data.split("train").windows(np.array([7, 4000]), 5)[1], ids[4000:4005])
-    np.testing.assert_array_equal(np.load(index / "counts.npy"), np.bincount(ids, minlength=257))
+    np.testing.assert_array_equal(np.load(data.folder / "counts.npy"), np.bincount(ids, minlength=257))
 
 
 def test_a_wrong_declaration_is_rejected(tmp_path: Path, cache: Path) -> None:
@@ -314,13 +319,7 @@ def test_llm_c_shards_are_opened_without_a_copy(tmp_path: Path, cache: Path, dty
     ids = np.random.default_rng(1).integers(0, 257, 4000).astype(dtype)
     for name, part in zip(names, np.array_split(ids, len(names)), strict=True):
         write_llm_c(folder / f"{name}.bin", part)
-    before = unchanged(folder)
-    check_corpus(str(folder), "bytes", 16)
-    index = prepare(str(folder), "bytes", progress=False)
-    assert sorted(path.name for path in index.iterdir()) == ["counts.npy", "manifest.json"]
-    assert unchanged(folder) == before
-    data = TokenData.open(index)
-    verify(index)
+    data = opened_in_place(folder)
     assert data.manifest.dtype == dtype
     np.testing.assert_array_equal(np.concatenate([data.split("train")[:], data.split("val")[:]]), ids)
 
