@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from argparse import Namespace
@@ -114,6 +115,8 @@ def run_job(job: Job, dist: Dist) -> list[CaseResult]:
     results = []
     for number, case in enumerate(job.cases):
         heartbeat.beat(TRAINING, number)
+        # Garbage collection and `live_storages` skip frozen objects, of which imports create hundreds of thousands.
+        gc.freeze()
         print_on_main(f"{case.title} …")
         with _record_failure(job, dist, case=case):
             result = (certify_case(case, job.root, job.steps, dist) if job.target is None
