@@ -22,6 +22,7 @@ from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
 from ezpz_llm.certify.copies import differing_copies
 from ezpz_llm.certify.injected_faults import find_fault
+from ezpz_llm.certify.recipe import Shape
 from ezpz_llm.certify.records import CaseResult, MemoryPart, RankCollectives, ReferenceSummary, SummaryNoise
 from ezpz_llm.certify.reference import (
     Reference,
@@ -68,12 +69,12 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> CaseResult:
     if case.fault and find_fault(case.fault).shared:
         return certify_shared_fault(case, dist)
     began = time.perf_counter()
-    config, resolved = recipe.model_config(case.model), resolve_case(case, dist.device.type)
-    layout = resolved.layout
+    shape, resolved = recipe.shape(case.model), resolve_case(case, dist.device.type)
+    config, layout = shape.config, resolved.layout
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     reference = read_reference(root, case.model, case.dtype, steps)
     seed = seed_checkpoint(root, case.model, case.dtype, steps)
-    measured, observed = _run(case, config, resolved, dist, reference, seed, steps)
+    measured, observed = _run(case, shape, resolved, dist, reference, seed, steps)
     free_memory(dist.device)
     expected = expected_numbers(reference, config)
     findings = {**verdict.findings(measured, expected, config.n_layer, case.dtype),
@@ -111,16 +112,18 @@ class Observed(NamedTuple):
     memory: list[dict[str, int]]
 
 
-def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, reference: Reference, seed: Path,
+def _run(case: Case, shape: Shape, resolved: Resolved, dist: Dist, reference: Reference, seed: Path,
          steps: int) -> tuple[verdict.Numbers, Observed]:
+    config = shape.config
     fault = find_fault(case.fault) if case.fault else None
     if fault is not None and fault.settings is not None:
         resolved = fault.settings(resolved)
     storages = live_storages()
     inject = None if fault is None else fault.model
     engine = make_engine(config, resolved, dist,
-                         None if inject is None else lambda model: inject(model, dist, resolved.layout))
-    measured: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "first", dist)}
+                         None if inject is None else lambda model: inject(model, dist, resolved.layout),
+                         z_loss=shape.z_loss, recompute=shape.recompute)
+    measured: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "initial", dist)}
     _fill_with_nan(engine)
     checkpoint.load(seed, engine, dist)
     if fault is not None and fault.engine is not None:
@@ -130,12 +133,12 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
         rows = fault.rows(rows, dist)
 
     def compare_gradients(trajectory: Trajectory) -> None:
-        # After the first step, exp_avg is (1 - beta1) times the clipped gradient.
+        # exp_avg is now beta1 times the seed checkpoint's, plus (1 - beta1) times the clipped gradient.
         measured["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,
                                        scale=1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor)
 
     recorder = _StepRecorder(engine, storages)
-    trajectory = train(engine, config, dist, rows, steps, step_context=recorder.step_context,
+    trajectory = train(engine, shape, dist, rows, steps, step_context=recorder.step_context,
                        phase_context=recorder.phase_context, after_first=compare_gradients)
     measured["weight"] = compare(engine, config, reference, "weight", "weight", dist)
     measured["copy"] = differing_copies(engine, dist)
@@ -187,13 +190,14 @@ def dtype_findings(resolved: Resolved, config: ModelConfig, world: int,
 
 @torch.no_grad()
 def _fill_with_nan(engine: Engine) -> None:
-    """Set every weight to NaN, so that certify notices a weight that the checkpoint does not restore.
+    """Set weights and moments to NaN, so that certify notices those that the checkpoint does not restore.
 
     This includes the parameters that ranks compute with. Otherwise, an engine that does not copy the loaded master
     weights into them would go unnoticed, because the initial weights equal the checkpoint's.
     """
     for part in engine.training_state().slices():
-        part.tensors["weight"].fill_(torch.nan)
+        for tensor in part.tensors.values():
+            tensor.fill_(torch.nan)
     for parameter in engine.module.parameters():
         parameter.fill_(torch.nan)
         if hasattr(parameter, "ds_tensor"):  # ZeRO-3 keeps the shard here; the parameter itself is empty

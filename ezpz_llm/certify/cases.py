@@ -30,8 +30,11 @@ _ALSO_BF16 = ("ddp", "fsdp2", "zero1", "zero3", "zero3_offload_optimizer", "tile
               "pp2", "pp2_tp2")
 """Layouts that --quick also certifies in the last dtype (bf16 by default), one of each kind."""
 
-_UNCOVERED_PATHS = "dropout, recomputation, fp16, the data reader, ignored targets, 3 ranks"
+_UNCOVERED_PATHS = "dropout, fp16, the data reader"
 """Code paths that no case exercises, even without --quick."""
+
+_ONLY_TINY_PATHS = "recomputation, ignored targets, z-loss, 3 ranks"
+"""Code paths that only cases of `tiny-paths` exercise."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,11 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
     Raises:
         UserError: the case cannot run.
     """
-    pipeline = load_layout(case.layout).pp > 1
-    resolved = resolve(Request(case.layout, world_size=case.world, global_batch=recipe.GLOBAL_BATCH,
+    pipeline, shape = load_layout(case.layout).pp > 1, recipe.shape(case.model)
+    resolved = resolve(Request(case.layout, world_size=case.world, global_batch=shape.global_batch,
                                clip=recipe.CLIP,
                                accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
-                               precision=case.dtype, device=device, model=recipe.model_config(case.model)))
+                               precision=case.dtype, device=device, model=shape.config))
     if resolved.deepspeed is None:
         return resolved
     zero = scaled_down(resolved.deepspeed["zero_optimization"], resolved.layout.zero.stage)
@@ -105,11 +108,22 @@ def scaled_down(zero: dict[str, Any], stage: int | None,
                        if stage == 3 or (key.endswith("bucket_size") and not key.startswith("stage3"))}}
 
 
+def paths_worlds(name: str) -> tuple[int, ...]:
+    """Return the world sizes of `tiny-paths`: the largest natural one, and 3 for data-parallel layouts."""
+    worlds = natural_worlds(name)
+    return (*((3,) if worlds == _DP_SIZES else ()), worlds[-1])
+
+
 def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
               dtypes: Sequence[str]) -> list[Case]:
-    """Return every combination, sorted by world size. Without `worlds`, each layout has its natural world sizes."""
-    cases = [Case(layout, world, model, dtype) for layout in layouts
-             for world in worlds or natural_worlds(layout) for model in models for dtype in dtypes]
+    """Return every combination, sorted by world size.
+
+    Without `worlds`, each layout has its natural world sizes, or those of `paths_worlds`. `tiny-paths` runs only in
+    the first dtype.
+    """
+    cases = [Case(layout, world, model, dtype) for layout in layouts for model in models
+             for world in worlds or (paths_worlds if model == recipe.PATHS else natural_worlds)(layout)
+             for dtype in (dtypes[:1] if model == recipe.PATHS else dtypes)]
     return sorted(cases, key=lambda case: case.world)
 
 
@@ -118,11 +132,12 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
     """Return the cases of --quick.
 
     Each layout runs in its smallest multi-rank world (among `worlds`, if given) with the first dtype and each
-    model. One layout of each kind also runs in the last dtype that it supports, with the first model. The default
-    first model is `tiny-gpt2`, because rounding to bf16 changes its gradients by a sixth as much as those of
-    `tiny-llama`.
+    model, except `tiny-paths` unless it is the only one. One layout of each kind also runs in the last dtype that
+    it supports, with the first model. The default first model is `tiny-gpt2`, because rounding to bf16 changes its
+    gradients by a sixth as much as those of `tiny-llama`.
     """
     cases = []
+    models = [name for name in models if name != recipe.PATHS] or models
     for layout in layouts:
         sizes = [size for size in natural_worlds(layout) if worlds is None or size in worlds] or list(worlds or ())
         world = next((size for size in sizes if size > 1), sizes[0])
@@ -139,17 +154,20 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
 def omitted_cases(work: Work) -> str:
     """Return lines that name the cases omitted by --quick and the code paths that no case exercises."""
     layouts = list(dict.fromkeys(case.layout for case in work.cases))
-    whole, _ = split_runnable(all_cases(layouts, None, recipe.MODELS, recipe.DTYPES), None)
+    whole, _ = split_runnable(all_cases(layouts, None, recipe.ALL_MODELS, recipe.DTYPES), None)
     omitted = [case for case in whole if case not in work.cases]
-    uncovered = (f"not covered by any layout: {_UNCOVERED_PATHS}\n"
-                 "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped "
-                 "steps")
+    has_paths = any(case.model == recipe.PATHS for case in work.cases)
+    paths = _UNCOVERED_PATHS if has_paths else f"{_UNCOVERED_PATHS}, {_ONLY_TINY_PATHS}"
+    uncovered = (f"not covered by any layout: {paths}\n"
+                 f"one process is checked with these{'' if has_paths else ', except 3 ranks'}; for fp16, only the "
+                 "loss scale and skipped steps")
     if not work.quick or not omitted:
         return uncovered
     worlds = ", ".join(map(str, sorted({case.world for case in omitted})))
     dtypes = ", ".join(dict.fromkeys(case.dtype for case in omitted))
+    models = ", ".join(dict.fromkeys(case.model for case in omitted))
     return (f"--quick omits {len(omitted)} of {len(whole)} cases of these layouts: on {worlds} ranks, "
-            f"in {dtypes} (omit --quick to run them)\n{uncovered}")
+            f"in {dtypes}, of {models} (omit --quick to run them)\n{uncovered}")
 
 
 def split_runnable(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[Skipped]]:
@@ -203,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
                         help="ds_configs by name (in ds_configs/) or path (%(default)s)")
     parser.add_argument("--world", metavar="N,…",
                         help="world sizes (default: those that suit each layout, up to 4; 8 for 3d)")
-    parser.add_argument("--model", default=",".join(recipe.MODELS), metavar="NAME,…",
+    parser.add_argument("--model", default=",".join(recipe.ALL_MODELS), metavar="NAME,…",
                         help="model shapes (%(default)s; certify scales the tiny ones down further)")
     parser.add_argument("--target", metavar="FILE.py:FUNCTION",
                         help=f"certify your own training: FUNCTION() returns an ezpz_llm.Target. Layouts: "
@@ -253,7 +271,7 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     layouts = ds_config.names() if options.layouts == "all" else _split_list(options.layouts, "--layouts")
     models, dtypes = _split_list(options.model, "--model"), _dtypes(options, recipe.DTYPES)
     _check_layouts(layouts)
-    _check_known(models, tuple(MODELS), "model", "--model")
+    _check_known(models, (*MODELS, recipe.PATHS), "model", "--model")
     worlds = _worlds(options.world, world_size)
     device = "cpu" if options.device == "auto" else options.device
     select_cases = quick_cases if options.quick else all_cases
@@ -271,7 +289,7 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
 def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int) -> Work:
     """Return the cases of a target: each layout in the requested world sizes, or in its smallest above 1."""
     file = find_target(options.target)
-    for name, is_set in {"--model": options.model != ",".join(recipe.MODELS), "--quick": options.quick,
+    for name, is_set in {"--model": options.model != ",".join(recipe.ALL_MODELS), "--quick": options.quick,
                          "--inject-fault": options.inject_fault, "--write-docs": options.write_docs}.items():
         if is_set:
             raise UserError(f"{name} does not work with --target", where=name, instead=f"--target without {name}")

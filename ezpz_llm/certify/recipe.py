@@ -1,7 +1,7 @@
 """Training recipe of all layouts: model, batch, optimizer and tokens (imports no torch).
 
 The models are small, so that the whole matrix runs on two cores, but have everything that a layout may get wrong:
-four layers and heads, grouped-query attention without biases in one of them, tied embeddings in both, at least two
+four layers and heads, grouped-query attention without biases in two of them, tied embeddings in all, at least two
 micro-steps, weight decay, active clipping on every step, and a changing learning rate.
 """
 
@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
+from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.model.config import ModelConfig, get_model_config
 
 Rows = Callable[[np.ndarray, int], np.ndarray]
 """Function from a global batch and its step to the sequences (n, T + 1) of this rank, in micro-batch order."""
 
 MODELS = ("tiny-gpt2", "tiny-llama")
+PATHS = "tiny-paths"
+"""Model with long sequences, recomputed activations, ignored targets, and a z-loss, also on three ranks."""
+ALL_MODELS = (*MODELS, PATHS)
 DTYPES = ("fp32", "bf16_autocast", "bf16")
 STEPS, QUICK_STEPS = 8, 3
 """Optimizer steps. Three include a steady-state step, and detect the faults of benchmarks/mutations.py."""
-GLOBAL_BATCH = 16
+SEED_STEPS = 1
+"""Steps of one process before the checkpoint that all layouts load, so that they resume with moments."""
 ACCUMULATION, PIPELINE_ACCUMULATION = 2, 4
 SEED = 1337
 DATA_SEED = 2024
@@ -35,8 +41,8 @@ WEIGHT_DECAY = 0.1
 PEAK_LR, FLOOR_LR = 2e-3, 2e-4
 
 _SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size": 96, "vocab_multiple": 32}
-_PADDED = {"tiny-llama": {"vocab_size": 91}}
-"""Vocabulary sizes that are padded to 96, the size of tiny-gpt2, so that the last tensor-parallel rank has five
+_PADDED = {"vocab_size": 91}
+"""Vocabulary size that is padded to 96, the size of tiny-gpt2, so that the last tensor-parallel rank has five
 padding rows."""
 SCALED = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000,
           "stage3_param_persistence_threshold": 1_000, "stage3_prefetch_bucket_size": 20_000,
@@ -64,14 +70,42 @@ HELD_OUT = 2 ** 20
 """Step number that seeds the held-out batch; no run has as many steps."""
 
 
-def model_config(name: str) -> ModelConfig:
-    """Return the config of a model, without dropout; certify scales the tiny models down further.
+@dataclass(frozen=True)
+class Shape:
+    """Model and batch of a case.
+
+    Attributes:
+        config: the model, without dropout.
+        global_batch: sequences per step.
+        ignore_every: one in so many targets of each sequence is ignored; 0: none.
+        z_loss: weight of the z-loss.
+        recompute: the activations of every N-th block are recomputed; 0: none.
+    """
+
+    config: ModelConfig
+    global_batch: int = 16
+    ignore_every: int = 0
+    z_loss: float = 0.0
+    recompute: int = 0
+
+
+def shape(name: str) -> Shape:
+    """Return the shape of a model; certify scales the tiny models down further.
 
     Raises:
         UserError: an unknown name.
     """
-    small = {**_SMALL, **_PADDED.get(name, {})} if name.startswith("tiny-") else {}
-    return get_model_config(name, **small, dropout=0.0)
+    if name == PATHS:
+        config = get_model_config("tiny-llama", **{**_SMALL, **_PADDED, "block_size": LONG}, dropout=0.0)
+        # 24 sequences can be split evenly over 2, 3, or 4 ranks with 2 micro-batches each.
+        return Shape(config, global_batch=24, ignore_every=8, z_loss=Z_LOSS, recompute=2)
+    small = {} if not name.startswith("tiny-") else {**_SMALL, **_PADDED} if name == "tiny-llama" else _SMALL
+    return Shape(get_model_config(name, **small, dropout=0.0))
+
+
+def model_config(name: str) -> ModelConfig:
+    """Return the config of a model; see `shape`."""
+    return shape(name).config
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -84,13 +118,27 @@ def rate_factor(step: int, steps: int) -> float:
     return learning_rate(step, steps) / PEAK_LR
 
 
-def sequences(config: ModelConfig, step: int) -> np.ndarray:
-    """Return (GLOBAL_BATCH, T + 1) tokens of a language that can be learned: each symbol has two successors."""
+def sequences(config: ModelConfig, step: int, number: int) -> np.ndarray:
+    """Return (number, T + 1) tokens of a language that can be learned: each symbol has two successors."""
     generator = np.random.default_rng((DATA_SEED, step))
-    rows = [generator.integers(config.vocab_size, size=GLOBAL_BATCH)]
-    for choice in generator.integers(2, size=(config.block_size, GLOBAL_BATCH)):
+    rows = [generator.integers(config.vocab_size, size=number)]
+    for choice in generator.integers(2, size=(config.block_size, number)):
         rows.append((5 * rows[-1] + 7 * choice + 1) % config.vocab_size)
     return np.stack(rows, axis=1).astype(np.int64)
+
+
+def tokens_and_targets(rows: np.ndarray, ignore_every: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split (n, T + 1) tokens into inputs and targets (n, T).
+
+    With `ignore_every`, a multiple of which T must be, each row ignores one in so many targets, beginning at a
+    position that depends on its first token. All rows ignore the same number, because a step averages the means of
+    micro-batches.
+    """
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    if not ignore_every:
+        return tokens, targets
+    ignored = (np.arange(tokens.shape[1]) + rows[:, :1]) % ignore_every == 0
+    return tokens, np.where(ignored, IGNORED, targets)
 
 
 def zero_by_symmetry(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -24,7 +24,7 @@ from ezpz_llm.certify import one_process, recipe
 from ezpz_llm.certify.local_launches import reference_file
 from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State, cosine_rate
-from ezpz_llm.certify.recipe import Rows
+from ezpz_llm.certify.recipe import Rows, Shape
 from ezpz_llm.certify.records import LargestRatio, Noise, ReferenceNumbers
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.agreement import all_gather
@@ -37,6 +37,7 @@ from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
@@ -52,8 +53,9 @@ class Reference:
     """Losses, gradient norms, tensors and baseline noise of one process.
 
     Attributes:
-        tensors: "first/NAME" (initial weights), "gradient/NAME" (first step, before clipping) and "weight/NAME"
-            (after the last step), each in the parameter's shape, fp32.
+        tensors: "initial/NAME" (initial weights), "first/NAME" and "moment/NAME" (weights and first moments in the
+            seed checkpoint), "gradient/NAME" (first step after it, before clipping) and "weight/NAME" (after the
+            last step), each in the parameter's shape, fp32.
         noise: largest difference of runs with other summation orders from this run: of "loss" (over all steps
             and the held-out batch), of each step's "norm", and for each parameter of "gradient" and "weight"
             (2-norms of differences, without the elements that are zero by symmetry).
@@ -87,9 +89,9 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     numbers = reference_file(root, model, dtype, steps)
     folder = numbers.parent
     folder.mkdir(parents=True, exist_ok=True)
-    config, single = recipe.model_config(model), single_rank_world(dist)
-    trajectory, tensors, observed = _run(config, dtype, steps, single, recipe.ACCUMULATION,
-                                         seed_folder=folder / "seed")
+    shape, single = recipe.shape(model), single_rank_world(dist)
+    config, seed_folder = shape.config, folder / "seed"
+    trajectory, tensors, observed = _run(shape, dtype, steps, single, recipe.ACCUMULATION, seed_folder)
     comparisons, spread = one_process.compare_steps(observed, dtype)
     one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
     check_gradients(config, tensors)
@@ -100,7 +102,7 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     repetitions = []
     for number, accumulation in enumerate(_NOISE_ACCUMULATIONS):
         with reordered_sums(number):
-            repetition, values, observed = _run(config, dtype, steps, single, accumulation, order=number + 1)
+            repetition, values, observed = _run(shape, dtype, steps, single, accumulation, seed_folder, number + 1)
         repetitions.append((repetition, values))
         # The tolerances come from the noise of these runs, which must not exceed rounding.
         reordered, _ = one_process.compare_steps(observed, dtype, spread)
@@ -114,11 +116,13 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
 def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Check that every parameter and each of its parts (queries, keys, values) has a nonzero gradient.
 
+    Moments of the seed checkpoint show this: each is a multiple of one gradient.
+
     If the gradient is zero in the reference, a layout that loses it goes unnoticed. `recipe.zero_by_symmetry` lists
     the exceptions.
 
     Args:
-        tensors: "gradient/NAME" of every parameter.
+        tensors: "moment/NAME" of every parameter.
 
     Raises:
         UserError: names the parameter and its rows.
@@ -128,7 +132,7 @@ def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         start = 0
         for size in parameter_named(name).parts(config):
             rows, start = (start, start + size), start + size
-            if symmetric.get(name) != rows and not tensors[f"gradient/{name}"][slice(*rows)].any():
+            if symmetric.get(name) != rows and not tensors[f"moment/{name}"][slice(*rows)].any():
                 raise UserError(f"the gradient of {name}, rows {rows[0]} to {rows[1]}, is 0 in one process, so "
                                 "certify would not notice if a layout lost it", where="certify",
                                 instead="initial weights that give it a gradient, or an exception in "
@@ -160,13 +164,17 @@ def compared_elements(config: ModelConfig | None, name: str, shape: tuple[int, .
     return mask
 
 
-def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation: int, order: int = 0,
-         seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor], list[ObservedStep]]:
-    resolved = resolve(Request("ddp", world_size=1, global_batch=recipe.GLOBAL_BATCH, accumulation=accumulation,
+def _run(shape: Shape, dtype: str, steps: int, single: Dist, accumulation: int, seed_folder: Path,
+         order: int = 0) -> tuple[Trajectory, dict[str, Tensor], list[ObservedStep]]:
+    """Train one process from the seed checkpoint; if `order` is 0, make that checkpoint first."""
+    resolved = resolve(Request("ddp", world_size=1, global_batch=shape.global_batch, accumulation=accumulation,
                                clip=recipe.CLIP, precision=dtype, device=single.device.type))
-    engine = make_engine(config, resolved, single, loss_chunk=0)
-    if seed_folder is not None:
-        checkpoint.save(engine, single, RunDir(seed_folder), checkpoint.Progress(step=0))
+    engine = make_engine(shape.config, resolved, single, loss_chunk=0, z_loss=shape.z_loss)
+    initial = state_of(engine)
+    if order:
+        checkpoint.load(checkpoint.find(seed_folder), engine, single)
+    else:
+        _save_seed(engine, shape, single, seed_folder)
     data: list[np.ndarray] = []
     states: list[State] = [state_of(engine)]
 
@@ -182,20 +190,35 @@ def _run(config: ModelConfig, dtype: str, steps: int, single: Dist, accumulation
         yield
         states.append(state_of(engine))
 
-    trajectory = train(engine, config, single, draw_rows, steps, step_context=keep_state)
-    scale = 1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor
-    tensors = {**{f"first/{name}": value for name, value in states[0].weights.items()},
-               **{f"gradient/{name}": value * scale for name, value in states[1].first.items()},
+    trajectory = train(engine, shape, single, draw_rows, steps, step_context=keep_state)
+    beta, factor, before = recipe.BETAS[0], trajectory.clip_factor, states[0].first
+    tensors = {**{f"initial/{name}": value for name, value in initial.weights.items()},
+               **{f"first/{name}": value for name, value in states[0].weights.items()},
+               **{f"moment/{name}": value for name, value in before.items()},
+               **{f"gradient/{name}": ((value.double() - beta * before[name]) / (1 - beta) / factor).float()
+                  for name, value in states[1].first.items()},
                **{f"weight/{name}": value for name, value in states[-1].weights.items()}}
-    settings = settings_of(config, recipe.CLIP)
+    settings = settings_of(shape.config, recipe.CLIP, shape.z_loss)
     observed = [ObservedStep(f"step {step + 1}", states[step], states[step + 1],
-                             on_cpu(micro_batches(engine, data[step])),
+                             on_cpu(micro_batches(engine, data[step], shape)),
                              cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, steps), settings,
                              trajectory.losses[step], trajectory.norms[step])
                 for step in range(steps)]
-    held_out = on_cpu(micro_batches(engine, recipe.sequences(config, recipe.HELD_OUT)))
+    held_out = on_cpu(micro_batches(engine, _global_rows(shape, recipe.HELD_OUT), shape))
     observed[-1] = replace(observed[-1], evaluated=Evaluation(held_out, trajectory.held_out))
     return trajectory, tensors, observed
+
+
+def _save_seed(engine: Engine, shape: Shape, single: Dist, folder: Path) -> None:
+    """Make the steps that precede the seed checkpoint, and save it in `folder`."""
+    for step in range(recipe.SEED_STEPS):
+        rows = _global_rows(shape, recipe.HELD_OUT + 1 + step)
+        engine.train_step(micro_batches(engine, rows, shape), recipe.PEAK_LR, lambda phase: nullcontext())
+    checkpoint.save(engine, single, RunDir(folder), checkpoint.Progress(step=recipe.SEED_STEPS))
+
+
+def _global_rows(shape: Shape, step: int) -> np.ndarray:
+    return recipe.sequences(shape.config, step, shape.global_batch)
 
 
 def on_cpu(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
@@ -273,7 +296,8 @@ def compare(engine: Engine, config: ModelConfig | None, reference: Reference, ki
 
     Args:
         kind: tensor to read from the engine ("weight" or "exp_avg"), which is then multiplied by `scale`.
-        against: tensor of the reference to compare with: "first", "gradient" or "weight".
+        against: tensor of the reference to compare with: "initial", "first", "gradient" or "weight". For
+            "gradient", what remains of the seed checkpoint's moment is subtracted from `kind`.
 
     Returns:
         By parameter: "elements", the number of elements over all ranks, each counted on its owner; "difference",
@@ -283,8 +307,11 @@ def compare(engine: Engine, config: ModelConfig | None, reference: Reference, ki
     def squared(part: Slice, whole: torch.Tensor) -> float:
         """Return the squared difference of a slice from the reference; inf if either has NaN."""
         box = tuple(slice(*side) for side in part.box)
-        difference = part.tensors[kind].detach().cpu().double() * scale - _slice_of(whole, box, part).double()
-        mask = compared_elements(config, part.name, part.shape) if against != "first" else None
+        value = part.tensors[kind].detach().cpu().double()
+        if against == "gradient" and (moment := reference.tensors.get(f"moment/{part.name}")) is not None:
+            value = value - recipe.BETAS[0] * _slice_of(moment, box, part).double()
+        difference = value * scale - _slice_of(whole, box, part).double()
+        mask = compared_elements(config, part.name, part.shape) if against not in ("initial", "first") else None
         if mask is not None:
             difference *= _slice_of(mask, box, part)
         return torch.nan_to_num(difference.square().sum(), nan=torch.inf).item()
@@ -335,14 +362,16 @@ class Trajectory:
 
 def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
                 change_model: Callable[[torch.nn.Module], None] | None = None,
-                loss_chunk: int = recipe.LOSS_CHUNK, seed: int = recipe.SEED) -> Engine:
+                loss_chunk: int = recipe.LOSS_CHUNK, seed: int = recipe.SEED, z_loss: float = 0.0,
+                recompute: int = 0) -> Engine:
     """Build the engine of a layout around a model with initial weights.
 
     Args:
         change_model: called with the model before the engine wraps it.
     """
     model = assemble(config, resolved.layout, dist.mesh, seed, dist.device.type)
-    configure_head(model, loss_chunk)
+    configure_head(model, loss_chunk, z_loss)
+    recompute_blocks(model, recompute)
     if change_model is not None:
         change_model(model)
     with _lower_min_file_size(dist) if uses_nvme(resolved.layout) else nullcontext():
@@ -373,14 +402,19 @@ def own_rows(dist: Dist) -> Rows:
     return rows
 
 
-def micro_batches(engine: Engine, rows: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(engine: Engine, rows: np.ndarray, shape: Shape) -> Iterator[MicroBatch]:
     """Yield tokens and targets (B, T) on the device, for each micro-step."""
+    for tokens, targets in _split(engine, rows, shape):
+        yield torch.from_numpy(tokens).to(engine.device), torch.from_numpy(targets).to(engine.device)
+
+
+def _split(engine: Engine, rows: np.ndarray, shape: Shape) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for part in np.split(rows, engine.batch.accumulation):
-        tensor = torch.from_numpy(part).to(engine.device)
-        yield tensor[:, :-1].contiguous(), tensor[:, 1:].contiguous()
+        tokens, targets = recipe.tokens_and_targets(part, shape.ignore_every)
+        yield np.ascontiguousarray(tokens), np.ascontiguousarray(targets)
 
 
-def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: int, *,
+def train(engine: Engine, shape: Shape, dist: Dist, rows: Rows, steps: int, *,
           step_context: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
           phase_context: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
           after_first: Callable[[Trajectory], None] = lambda trajectory: None) -> Trajectory:
@@ -393,20 +427,18 @@ def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: in
     """
     trajectory = Trajectory()
     for step in range(steps):
-        data = rows(recipe.sequences(config, step), step)
+        data = rows(_global_rows(shape, step), step)
         with step_context(step):
-            loss, norm = engine.train_step(micro_batches(engine, data), recipe.learning_rate(step, steps),
+            loss, norm = engine.train_step(micro_batches(engine, data, shape), recipe.learning_rate(step, steps),
                                            phase_context)
         trajectory.losses.append(loss.item())
         trajectory.norms.append(norm.item())
         if step == 0:
             after_first(trajectory)
-    held_out = own_rows(dist)(recipe.sequences(config, recipe.HELD_OUT), steps)
-    parts = np.split(held_out, engine.batch.accumulation)
+    held_out = own_rows(dist)(_global_rows(shape, recipe.HELD_OUT), steps)
     with engine.evaluating():
         trajectory.held_out, _ = validation_loss(
-            engine.loss_sum, [(np.ascontiguousarray(part[:, :-1]), np.ascontiguousarray(part[:, 1:]))
-                              for part in parts], device=engine.device, mesh=dist.mesh)
+            engine.loss_sum, list(_split(engine, held_out, shape)), device=engine.device, mesh=dist.mesh)
     return trajectory
 
 

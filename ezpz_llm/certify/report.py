@@ -87,12 +87,12 @@ def closing_text(results: Sequence[CaseResult], skipped: Sequence[Skipped],
 def basis(steps: int) -> Basis:
     """Return the recipe and the constants of the bounds, which all cases of a certificate share."""
     return Basis(
-        recipe={"steps": steps, "global_batch": recipe.GLOBAL_BATCH, "accumulation": recipe.ACCUMULATION,
+        recipe={"steps": steps, "seed_steps": recipe.SEED_STEPS, "accumulation": recipe.ACCUMULATION,
                 "pipeline_accumulation": recipe.PIPELINE_ACCUMULATION, "clip": recipe.CLIP,
                 "betas": recipe.BETAS, "eps": recipe.EPS, "weight_decay": recipe.WEIGHT_DECAY,
                 "lr": [recipe.learning_rate(step, steps) for step in range(steps)],
                 "seed": recipe.SEED, "data_seed": recipe.DATA_SEED,
-                "shapes": {name: asdict(recipe.model_config(name)) for name in recipe.MODELS}},
+                "shapes": {name: asdict(recipe.shape(name)) for name in recipe.ALL_MODELS}},
         bounds={"rounding": verdict.ROUNDING, "k": verdict.K, "C": verdict.C, "factor": verdict.FACTOR,
                 "least_loss": verdict.MIN_LOSS})
 
@@ -253,16 +253,16 @@ def _docs_row(name: str, results: list[CaseResult], certificate: CertificateReco
 
 def _supported_axes(name: str) -> str:
     """Return the axes (dp, tp, pp, sp) that can have degree 2 in a layout whose ds_config leaves them at 1."""
-    layout = load_layout(name)
+    layout, shape = load_layout(name), recipe.shape(recipe.MODELS[0])
     axes = ["dp"]
     for axis in ("tp", "pp", "sp"):
         if getattr(layout, axis) > 1:
             continue
         degree: dict[str, Any] = {axis: 2}
         try:
-            resolve(Request(name, world_size=_EXTRA_WORLD, global_batch=recipe.GLOBAL_BATCH,
+            resolve(Request(name, world_size=_EXTRA_WORLD, global_batch=shape.global_batch,
                             accumulation=1 if axis == "sp" else 2, precision="fp32", device="cpu",
-                            model=recipe.model_config(recipe.MODELS[0]), **degree))
+                            model=shape.config, **degree))
         except UserError:
             continue
         axes.append(axis)

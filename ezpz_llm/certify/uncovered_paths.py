@@ -130,7 +130,7 @@ def _resume(engine: Engine, fresh: Engine, single: Dist, step: int) -> Engine:
 
 def _micro_batches(config: ModelConfig, accumulation: int, seed: int, step: int,
                    device: torch.device) -> list[MicroBatch]:
-    rows = recipe.sequences(config, (seed - recipe.SEED) * recipe.HELD_OUT + step)[:recipe.LONG_BATCH]
+    rows = recipe.sequences(config, (seed - recipe.SEED) * recipe.HELD_OUT + step, recipe.LONG_BATCH)
     ignored = np.random.default_rng((seed, step)).random((len(rows), config.block_size))
     # From 0 in the first row to twice the mean share in the last.
     share = 2 * recipe.IGNORED_SHARE * np.arange(len(rows))[:, None] / (len(rows) - 1)

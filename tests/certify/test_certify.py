@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from ezpz_llm.certify.cases import (
     natural_worlds,
     omitted_cases,
     parser,
+    paths_worlds,
     plan,
     quick_cases,
     resolve_case,
@@ -98,21 +100,38 @@ def test_quick_reports_a_bf16_case_as_missing_if_its_op_is_not_built(monkeypatch
 
 def test_quick_prints_what_it_omits() -> None:
     assert omitted_cases(planned("--quick", "--layouts", "pp2_tp2")) == (
-        "--quick omits 3 of 6 cases of these layouts: on 4 ranks, in bf16_autocast, bf16 (omit --quick to run "
-        "them)\n"
-        "not covered by any layout: dropout, recomputation, fp16, the data reader, ignored targets, 3 ranks\n"
+        "--quick omits 4 of 7 cases of these layouts: on 4 ranks, in bf16_autocast, bf16, fp32, of tiny-gpt2, "
+        "tiny-llama, tiny-paths (omit --quick to run them)\n"
+        "not covered by any layout: dropout, fp16, the data reader, recomputation, ignored targets, z-loss, "
+        "3 ranks\n"
         "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped steps")
-    assert omitted_cases(planned("--layouts", "pp2_tp2")).startswith("not covered by any layout: dropout")
+    assert omitted_cases(planned("--layouts", "pp2_tp2")).startswith(
+        "not covered by any layout: dropout, fp16, the data reader\n")
 
 
-def test_every_case_has_the_same_batch_size() -> None:
-    cases, skipped = split_runnable([Case(name, world, "tiny-llama", "fp32") for name in ds_config.names()
-                                     for world in natural_worlds(name)], "cpu")
+@pytest.mark.parametrize(("model", "worlds"), [("tiny-llama", natural_worlds), ("tiny-paths", paths_worlds)])
+def test_every_case_has_the_batch_size_of_its_model(model: str, worlds: Callable[[str], tuple[int, ...]]) -> None:
+    cases, skipped = split_runnable([Case(name, world, model, "fp32") for name in ds_config.names()
+                                     for world in worlds(name)], "cpu")
     assert all(not entry.illegal for entry in skipped)
     for case in cases:
         batch = resolve_case(case, "cpu").batch
-        assert batch.global_batch == recipe.GLOBAL_BATCH
+        assert batch.global_batch == recipe.shape(model).global_batch
         assert batch.accumulation > 1
+
+
+def test_further_paths_are_certified_on_three_ranks_and_in_the_largest_world() -> None:
+    assert paths_worlds("zero3") == (3, 4)
+    assert paths_worlds("tp2") == paths_worlds("zero3_hpz2") == (4,)
+    assert paths_worlds("3d") == (8,)
+    shape = recipe.shape("tiny-paths")
+    rows = recipe.sequences(shape.config, 3, shape.global_batch)
+    tokens, targets = recipe.tokens_and_targets(rows, shape.ignore_every)
+    ignored = targets == -100
+    assert (tokens == rows[:, :-1]).all()
+    assert (targets[~ignored] == rows[:, 1:][~ignored]).all()
+    assert (ignored.sum(axis=1) == shape.config.block_size / 8).all()
+    assert (ignored[0] != ignored).any(), "rows ignore different positions"
 
 
 def test_quick_respects_the_other_options() -> None:
@@ -186,10 +205,10 @@ def test_gradient_bounds_grow_towards_the_embedding() -> None:
 
 def test_the_recipe_is_deterministic_and_learnable() -> None:
     config = recipe.model_config("tiny-gpt2")
-    tokens = recipe.sequences(config, 3)
-    assert tokens.shape == (recipe.GLOBAL_BATCH, config.block_size + 1)
-    assert (tokens == recipe.sequences(config, 3)).all()
-    assert (tokens != recipe.sequences(config, 4)).any()
+    tokens = recipe.sequences(config, 3, 16)
+    assert tokens.shape == (16, config.block_size + 1)
+    assert (tokens == recipe.sequences(config, 3, 16)).all()
+    assert (tokens != recipe.sequences(config, 4, 16)).any()
     following = (tokens[:, 1:] - 5 * tokens[:, :-1] - 1) % config.vocab_size
     assert set(following.ravel()) == {0, 7}  # each symbol has two successors, so the minimum loss is log 2
     rates = [recipe.learning_rate(step, 8) for step in range(8)]
@@ -203,8 +222,9 @@ def test_one_model_has_a_padded_vocabulary_of_odd_size() -> None:
     assert whole.vocab_size == whole.padded_vocab_size == padded.padded_vocab_size
     assert padded.vocab_size % 2
     assert padded.vocab_size > padded.padded_vocab_size // 2
-    assert recipe.sequences(padded, 0).max() < padded.vocab_size
-    assert len(set(recipe.sequences(padded, 0).ravel())) > 0.9 * padded.vocab_size
+    tokens = recipe.sequences(padded, 0, 16)
+    assert tokens.max() < padded.vocab_size
+    assert len(set(tokens.ravel())) > 0.9 * padded.vocab_size
 
 
 def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
@@ -376,7 +396,7 @@ def test_expected_traffic_has_the_volumes_of_the_papers() -> None:
     assert book["ddp"] == {"all_reduce": weights}
     assert book["zero1"] == {"all_gather": weights, "reduce_scatter": weights}
     assert book["zero3"] == {"all_gather": 4 * weights, "reduce_scatter": 2 * weights}
-    tokens = recipe.GLOBAL_BATCH // 2 * config.block_size
+    tokens = recipe.shape("tiny-gpt2").global_batch // 2 * config.block_size
     assert book["tp2"]["all_reduce"] > 4 * (4 * config.n_layer + 2) * tokens * config.n_embd
 
 
@@ -428,7 +448,7 @@ def test_the_committed_certificate_matches_the_current_recipe() -> None:
     assert {key: getattr(record, key) for key in today} == today
     assert {result.dtype for result in record.results} == set(recipe.DTYPES)
     assert {kind for result in record.results for kind in result.worst} == set(verdict.PHASES)
-    cases, _ = split_runnable(all_cases(ds_config.names(), None, recipe.MODELS, recipe.DTYPES), None)
+    cases, _ = split_runnable(all_cases(ds_config.names(), None, recipe.ALL_MODELS, recipe.DTYPES), None)
     assert ({(result.layout, result.world, result.model, result.dtype) for result in record.results}
             >= {(case.layout, case.world, case.model, case.dtype) for case in cases})
 
@@ -483,12 +503,12 @@ def test_write_docs_keeps_the_text_around_the_table(tmp_path: Path) -> None:
 def test_a_reference_with_a_zero_gradient_is_rejected() -> None:
     """A full tensor, or the rows of queries. The bias of keys is an exception."""
     config = recipe.model_config("tiny-gpt2")
-    tensors = {f"gradient/{name}": torch.ones(shape) for name, shape in parameter_shapes(config).items()}
+    tensors = {f"moment/{name}": torch.ones(shape) for name, shape in parameter_shapes(config).items()}
     keys = recipe.zero_by_symmetry(config)["transformer.h.1.attn.c_attn.bias"]
-    tensors["gradient/transformer.h.1.attn.c_attn.bias"][slice(*keys)] = 0
+    tensors["moment/transformer.h.1.attn.c_attn.bias"][slice(*keys)] = 0
     check_gradients(config, tensors)
     for name, rows in (("transformer.h.2.ln_1.weight", 64), ("transformer.h.0.attn.c_attn.weight", 64)):
-        dead = {**tensors, f"gradient/{name}": tensors[f"gradient/{name}"].clone()}
-        dead[f"gradient/{name}"][:rows] = 0
+        dead = {**tensors, f"moment/{name}": tensors[f"moment/{name}"].clone()}
+        dead[f"moment/{name}"][:rows] = 0
         with pytest.raises(UserError, match=rf"the gradient of {name}, rows 0 to {rows}, is 0 in one process"):
             check_gradients(config, dead)
