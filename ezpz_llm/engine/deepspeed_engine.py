@@ -67,6 +67,8 @@ class DeepSpeedEngine(MicroStepEngine):
         zero = self._engine.optimizer
         if self.layout.zero.stage:
             _report_invalid_norms(zero)
+        if uses_nvme(self.layout):
+            nvme.keep_unaligned_gradients(zero)
         if self.layout.zero.stage in (1, 2):
             keep_until_reduced(zero)
             # DeepSpeed's search of every gradient for NaN and Inf is not needed either: it took about 30 % of a

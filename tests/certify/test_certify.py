@@ -187,7 +187,7 @@ def test_invalid_options_are_rejected(arguments: list[str], message: str) -> Non
 def test_under_launch_only_cases_with_its_world_size_run() -> None:
     work = planned("--layouts", "ddp,tp2,pp2_tp2", world_size=2)
     assert {case.world for case in work.cases} == {2}
-    assert len(work.cases) == 2 * (2 + 3), "two models; tp2 in two precisions, ddp in bf16 as well"
+    assert len(work.cases) == 2 * (2 + 3) + 2, "two models; tp2 in two precisions, ddp in bf16 as well; tiny-paths"
     work = planned("--layouts", "ddp,tp2,pp2_tp2", "--quick", world_size=2)
     assert [(case.layout, case.world, case.dtype) for case in work.cases] == [
         ("ddp", 2, "fp32"), ("ddp", 2, "fp32"), ("ddp", 2, "bf16"), ("tp2", 2, "fp32"), ("tp2", 2, "fp32")]

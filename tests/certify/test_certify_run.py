@@ -17,7 +17,7 @@ from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cases import load_layout
+from ezpz_llm.certify.cases import load_layout, paths_worlds
 from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.ops import is_built, needed_ops
@@ -153,6 +153,16 @@ def test_every_layout_passes(quick: tuple[int, str, dict[str, dict]]) -> None:
         assert min(result["norms"]) > recipe.CLIP
         # The loss decreases by far more than the allowed difference between two runs.
         assert result["losses"][0] - result["losses"][-1] > max(0.03, 100 * result["worst"]["loss"]["bound"])
+
+
+@pytest.mark.full
+def test_every_layout_passes_on_further_code_paths(tmp_path: Path) -> None:
+    code, output, results = certify(tmp_path, "--model", "tiny-paths", "--dtype", "fp32", "--steps", "3")
+    assert [result["failures"] for result in results if not result["passed"]] == []
+    unbuilt = {name for name in ds_config.names() if missing_ops(name)}
+    assert code == bool(unbuilt), output
+    assert {(result["layout"], result["world"]) for result in results} == {
+        (name, world) for name in ds_config.names() if name not in unbuilt for world in paths_worlds(name)}
 
 
 @pytest.mark.full

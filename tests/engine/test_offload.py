@@ -11,14 +11,17 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import nvme
+from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.layout import Layout, ZeroOptions
@@ -119,6 +122,19 @@ def test_files_contain_the_offloaded_state(all_of_two_ranks: Path) -> None:
 def kind(file: str) -> str:
     """Return the kind of a file: "58_param.tensor.swp", "52_60.tensor.swp", "exp_avg-52_60.tensor.swp"…"""
     return next((name for name in ("param", "gradient", "exp_avg_sq", "exp_avg") if name in file), "weight")
+
+
+def test_gradients_at_unaligned_offsets_stay_in_memory() -> None:
+    """Read from files, as on three ranks, they would be stale: DeepSpeed ignores the failed reads."""
+    deepspeed = import_deepspeed("cpu")
+    swapper = object.__new__(deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper)
+    swapper.min_aio_bytes, swapper.swap_element_size, swapper.numel_alignment = 4096, 4, 256
+    nvme.keep_unaligned_gradients(SimpleNamespace(optimizer_swapper=swapper))
+    parts, starts = swapper._adjust_for_misaligned_lengths(
+        tensors=[torch.zeros(2048), torch.zeros(4098), torch.zeros(2048)], offsets=[0, 2048, 6146])
+    assert starts == [0, 2048, 6144, 6146]
+    assert [part.numel() for part in parts] == [2048, 4096, 2, 2048]
+    assert [swapper.is_swappable_tensor(tensor=part) for part in parts] == [True, True, False, False]
 
 
 @pytest.mark.full
