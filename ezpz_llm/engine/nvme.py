@@ -73,8 +73,8 @@ def keep_unaligned_gradients(zero: Any) -> None:
     """Keep gradients in memory that DeepSpeed 0.19.8 cannot read back from files.
 
     It reads each parameter's gradient into one buffer for its group of parameters, at an address that need not be a
-    multiple of the sector size (on three ranks, for example). Direct reads then fail, and DeepSpeed ignores the error:
-    the optimizer would step with stale values.
+    multiple of the sector size (on three ranks, for example). Direct reads then fail, and DeepSpeed ignores the
+    error: the optimizer would step with stale values.
 
     Args:
         zero: DeepSpeed's stage 3 optimizer.
