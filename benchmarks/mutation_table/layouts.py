@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutation_table.row import DROPOUT, PARTS, WIDE_SUMS, Fault, cell
+from mutation_table.row import ARCHITECTURES, DROPOUT, PARTS, WIDE_SUMS, Fault, cell
 
 BUILD = "ezpz_llm/engine/build.py"
 DEEPSPEED = "ezpz_llm/engine/deepspeed_engine.py"
@@ -103,8 +103,7 @@ FAULTS = (
     Fault("dropout-of-peers-differs", "tp", START, 'dist.mesh.place("pp", "dp", "sp")[0])', "dist.rank)",
           DROPOUT),
     Fault("shared-gains-not-summed", "tp", TENSOR, '.tp == "summed":', '.tp == "nothing":',
-          "tests/engine/test_tensor_parallel.py::"
-          "test_gradients_of_a_parameter_used_on_part_of_the_heads_are_summed"),
+          ARCHITECTURES),
     Fault("sums-of-autocast-in-bf16", "tp", SUMS, "torch.float32 if casts else x.dtype)", "x.dtype)",
           WIDE_SUMS),
     Fault("peers-are-data-parallel", "tp", GROUPS,
@@ -149,7 +148,7 @@ FAULTS = (
     Fault("table-of-one-stage", "tied table", PIPELINE, "    if stage.config.tied:\n", "    if False:\n",
           cell("pp2", 2, "llama")),
     Fault("table-summed-three-times", "tied table", PIPELINE, "        flat[:rank * share].zero_()\n", "",
-          "tests/engine/test_pipeline.py::test_tables_agree_to_the_last_bit_over_three_pipelines"),
+          PARTS),
     Fault("table-is-the-heads-alone", "tied table", TENSOR,
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight)",
@@ -181,6 +180,5 @@ FAULTS = (
           "self.zero._optimizer_states_and_gradient_swap_out(number)", "pass", cell("zero3_nvme", 2)),
     Fault("cpu-adams-count-one-less", "offload", STATE, "for number in range(step + 1):",
           "for number in range(step):",
-          "tests/checkpoint/test_checkpoint_resume.py::"
-          "test_a_resumed_run_equals_an_unbroken_one_to_the_last_digit[zero3_offload_optimizer]"),
+          PARTS),
 )

@@ -25,7 +25,8 @@ from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.rundir import write_json
 
 TOPICS = {"rates": "schedule_rates", "parts": "tensor_parts", "loss scale": "loss_scaling",
-          "dropout": "dropout_masks", "sums": "wide_sums", "trainer": "trainer_run"}
+          "dropout": "dropout_masks", "sums": "wide_sums", "architectures": "architectures",
+          "trainer": "trainer_run"}
 """Modules by topic. `find_problems` of a module yields a message for each failed check."""
 LIMIT_S = 200
 """Time limit of all checks: ten times their duration on two cores, and less than the timeout of collectives."""
