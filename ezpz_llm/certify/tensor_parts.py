@@ -97,7 +97,7 @@ def _check_background_copy() -> Iterator[str]:
 
 def _check_sequences() -> Iterator[str]:
     """Check mean, sum and per-row losses over sequence-parallel ranks, with some or most targets ignored."""
-    length = 12
+    length, lengths = 12, set()
     tokens = torch.arange(2 * length).view(2, length)
 
     def losses(tokens: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -106,6 +106,7 @@ def _check_sequences() -> Iterator[str]:
 
     def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int, sequences: Tensor) -> Tensor:
         """Return the loss of a rank's part of the sequence, which begins at position `first`."""
+        lengths.add(sequences.shape[1])
         each = losses(tokens, targets, first)
         return each.sum(dim=-1) if reduction == "rows" else each.sum()
 
@@ -122,6 +123,8 @@ def _check_sequences() -> Iterator[str]:
             if not torch.allclose(total, expected, rtol=1e-6):
                 yield f"the {reduction} of a loss over {ranks} sequence-parallel ranks is {total}, not {expected}"
                 return
+    if lengths != {length}:
+        yield "sequence-parallel ranks do not get whole sequences for the document mask"
 
 
 def _check_tie() -> Iterator[str]:

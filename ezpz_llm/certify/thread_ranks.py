@@ -28,6 +28,10 @@ class ThreadMesh(Mesh):
         """Return the group of all ranks if they lie along one of these axes; else None."""
         return self._all_ranks if self.size(*axes) > 1 else None
 
+    def stage_group(self) -> ProcessGroup:
+        """Return the group of all ranks."""
+        return self._all_ranks
+
 
 def run_ranks(degrees: Degrees, work: Callable[[ThreadMesh], T]) -> list[T]:
     """Call a function on every rank, each in a thread, and return the results by rank.
