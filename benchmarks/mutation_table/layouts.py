@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutation_table.row import ARCHITECTURES, DROPOUT, PARTS, WIDE_SUMS, Fault, cell
+from mutation_table.row import ARCHITECTURES, DROPOUT, MUON, PARTS, WIDE_SUMS, Fault, cell
 
 BUILD = "ezpz_llm/engine/build.py"
 DEEPSPEED = "ezpz_llm/engine/deepspeed_engine.py"
@@ -13,6 +13,7 @@ GPT = "ezpz_llm/model/gpt.py"
 GRADIENTS = "ezpz_llm/engine/gradients.py"
 LOSS = "ezpz_llm/model/loss.py"
 MASTERS = "ezpz_llm/engine/masters.py"
+MATRICES = "ezpz_llm/engine/whole_matrices.py"
 PIPELINE = "ezpz_llm/engine/pipeline_engine.py"
 RESOLVE = "ezpz_llm/layout/resolve.py"
 SHARDED = "ezpz_llm/engine/sharded_start.py"
@@ -38,6 +39,8 @@ FAULTS = (
           "for bucket in self._buckets[self._next:end - 1]:", cell("ddp", 2, dtype="bf16")),
     Fault("reduced-within-pairs", "ddp", TORCH, 'process_group=self._mesh.group("dp", "sp"), gradient_as',
           "process_group=torch.distributed.new_subgroups(2)[0], gradient_as", cell("ddp", 4)),
+    Fault("buckets-reduced-only-in-the-first-step", "ddp", MASTERS, "        self._next = self._first\n", "",
+          cell("ddp", 2, dtype="bf16")),
     Fault("dropout-of-all-ranks-alike", "ddp", START, 'dist.mesh.place("pp", "dp", "sp")[0])', "0)",
           DROPOUT),
     Fault("always-a-boundary", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(last_micro_step)",
@@ -63,6 +66,13 @@ FAULTS = (
           "        self._engine.step()\n        if self.layout.zero.stage == 3",
           "        self._engine.step()\n        self._engine.step()\n        if self.layout.zero.stage == 3",
           cell("zero2", 2)),
+    Fault("boundary-inverted", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(last_micro_step)",
+          "set_gradient_accumulation_boundary(not last_micro_step)", cell("zero2", 2)),
+    Fault("tiles-in-reverse", "zero", BUILD, "outputs = (tiles.out_parts[row], tiles.out_parts[row + 1])",
+          "outputs = (tiles.out_parts[down - 1 - row], tiles.out_parts[down - row])", cell("tiled", 2)),
+    Fault("matrices-of-the-first-place-alone", "zero", MATRICES,
+          "            if part.is_contributed or self._is_replicated:",
+          "            if (part.is_contributed and part.place.start == 0) or self._is_replicated:", MUON),
     Fault("rows-are-copies", "fsdp2", FSDP2, "parameter.to_local().detach() for",
           "parameter.to_local().detach().clone() for", cell("fsdp2", 2)),
     Fault("reduced-after-the-wrong-micro-step", "fsdp2", FSDP2, "(last_micro_step or self._reduces_each)",
@@ -71,6 +81,8 @@ FAULTS = (
           "self._place, self._copy = (rank % within, within), (rank // within, size // within)",
           "self._place, self._copy = (rank // within, within), (rank % within, size // within)",
           cell("fsdp2_within2", 4)),
+    Fault("rows-by-the-global-rank", "fsdp2", FSDP2, "fill_rows(model, dist.device, *self._place)",
+          "fill_rows(model, dist.device, rank, size)", cell("fsdp2_within2", 4)),
     Fault("rows-floored", "fsdp2", SHARDED, "rank * -(-shape[0] // size)", "rank * (shape[0] // size)",
           PARTS),
     Fault("gradients-of-one-rank", "fsdp2", FSDP2, "fully_shard(block, mesh=mesh, mp_policy=policy)",
@@ -106,6 +118,10 @@ FAULTS = (
           ARCHITECTURES),
     Fault("sums-of-autocast-in-bf16", "tp", SUMS, "torch.float32 if casts else x.dtype)", "x.dtype)",
           WIDE_SUMS),
+    Fault("z-loss-lost-in-vocabulary-shards", "tp", LOSS,
+          "result.mul_((1 + 2 * ctx.z_loss * normalizer)[:, None])", "pass", ARCHITECTURES),
+    Fault("logits-in-reverse", "tp", SUMS, "return torch.cat(parts, dim=-1)",
+          "return torch.cat(parts[::-1], dim=-1)", ARCHITECTURES),
     Fault("peers-are-data-parallel", "tp", GROUPS,
           'data- and sequence-parallel ranks."""\n        return self._mesh.real_group("dp", "sp")',
           'data- and sequence-parallel ranks."""\n        return self._mesh.real_group("tp")',
@@ -134,6 +150,7 @@ FAULTS = (
     Fault("mean-of-the-shares-means", "sp", ULYSSES, "loss * (size / (targets != IGNORED).sum())",
           "loss / (targets[:, own_share] != IGNORED).sum()",
           PARTS),
+    Fault("documents-of-a-share", "sp", ULYSSES, "sequences=tokens)", "sequences=tokens[:, own_share])", PARTS),
     Fault("shares-attend-within", "sp", ULYSSES, "        return self._eager(q, k, v, *mask)\n",
           "        return self.inner(q, k, v, *mask)\n", cell("sp2", 2)),
     Fault("second-copy-without-values", "hpz", SHARDED, "    parameter.ds_secondary_tensor = None\n", "",
@@ -174,6 +191,8 @@ FAULTS = (
           "parameter.tensor_model_parallel = True", cell("tp2_zero3", 2)),
     Fault("cpu-adam-decays-gradients", "offload", BUILD, "adamw_mode=True, **adam)", "adamw_mode=False, **adam)",
           cell("zero3_offload_optimizer", 2)),
+    Fault("cpu-adam-without-bias-correction", "offload", BUILD, "adamw_mode=True, **adam)",
+          "adamw_mode=True, bias_correction=False, **adam)", cell("zero3_offload_optimizer", 2)),
     Fault("cpu-adams-own-betas", "offload", BUILD, "adamw_mode=True, **adam)",
           'adamw_mode=True, **{**adam, "betas": (0.9, 0.999)})', cell("zero3_offload_optimizer", 2, "llama")),
     Fault("files-keep-what-was-before", "offload", DEEPSPEED,
