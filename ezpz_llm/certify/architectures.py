@@ -46,7 +46,7 @@ TOLERANCE = 2e-5
 def find_problems() -> Iterator[str]:
     """Yield a message for each loss, logit, or gradient that differs from the step definition."""
     for number, (name, config) in enumerate(SHAPES.items()):
-        yield from check_shape(name, config, seed=1, loss_chunk=(0, 16)[number % 2])
+        yield from _check_shape(name, config, seed=1, loss_chunk=(0, 16)[number % 2])
 
 
 class _Expected(NamedTuple):
@@ -67,7 +67,7 @@ class _Result(NamedTuple):
     logits: Tensor
 
 
-def check_shape(name: str, config: ModelConfig, seed: int, loss_chunk: int) -> Iterator[str]:
+def _check_shape(name: str, config: ModelConfig, seed: int, loss_chunk: int) -> Iterator[str]:
     """Check one architecture with weights and tokens of a seed."""
     weights, batch = _draw(config, seed)
     settings = settings_of(config, clip=0.0, z_loss=recipe.Z_LOSS, end_of_text=_DOCUMENT)

@@ -25,7 +25,7 @@ from ezpz_llm.engine.optimizer_state import Slice
 from ezpz_llm.engine.whole_matrices import WholeMatrices
 from ezpz_llm.layout.resolve import Request, resolve
 
-STEPS, MOMENTUM = 3, 0.95
+STEPS, _MOMENTUM = 3, 0.95
 TOLERANCE, ROUNDING = 1e-4, STEPS * 2.0 ** -24
 """Error of weights relative to their change in a step, and relative to the weights."""
 
@@ -51,10 +51,10 @@ def _check_steps() -> Iterator[str]:
         for step in range(STEPS):
             before, rate = expected.weights, recipe.learning_rate(step, STEPS)
             engine.train_step(micro_batches(step), rate, lambda phase: nullcontext())
-            momenta = {name: value + (1 - MOMENTUM) * (gradients[name] - value)
+            momenta = {name: value + (1 - _MOMENTUM) * (gradients[name] - value)
                        for name, value in expected.first.items() if _is_block_matrix(name, value)}
             moved = {name: before[name] * (1 - rate * recipe.WEIGHT_DECAY)
-                     - rate * _orthogonalize(gradients[name] + MOMENTUM * (momentum - gradients[name]))
+                     - rate * _orthogonalize(gradients[name] + _MOMENTUM * (momentum - gradients[name]))
                      for name, momentum in momenta.items()}
             expected = plain_step.apply_adamw(expected, gradients, rate, settings)
             expected = replace(expected, weights={**expected.weights, **moved}, first={**expected.first, **momenta})
