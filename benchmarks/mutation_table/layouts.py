@@ -118,6 +118,9 @@ FAULTS = (
           ARCHITECTURES),
     Fault("sums-of-autocast-in-bf16", "tp", SUMS, "torch.float32 if casts else x.dtype)", "x.dtype)",
           WIDE_SUMS),
+    Fault("width-norms-squares-summed-forward-only", "tp", TENSOR,
+          "squares = copy_to_tp_region(reduce_from_tp_region(squares, self.group), self.group)",
+          "squares = reduce_from_tp_region(squares, self.group)", ARCHITECTURES),
     Fault("z-loss-lost-in-vocabulary-shards", "tp", LOSS,
           "result.mul_((1 + 2 * ctx.z_loss * normalizer)[:, None])", "pass", ARCHITECTURES),
     Fault("logits-in-reverse", "tp", SUMS, "return torch.cat(parts, dim=-1)",
@@ -171,6 +174,7 @@ FAULTS = (
           "        rows = lookup(index, self.weight)",
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight.detach())", cell("tp2", 2)),
+    Fault("tables-of-three-summed-late", "tied table", PIPELINE, "or ranks < 3:", "or ranks < 4:", PARTS),
     Fault("tie-lost-on-a-move", "tied table", GPT, "super()._apply(fn, recurse)\n        self._tie()",
           "super()._apply(fn, recurse)", PARTS),
     Fault("parts-not-summed", "norm over ranks", GRADIENTS, 'if mesh.size("pp", "tp") > 1:',

@@ -88,6 +88,8 @@ FAULTS = (
     Fault("high-frequencies-reduced", "forward", GPT,
           "return share * frequencies + (1 - share) * frequencies / config.rope_factor",
           "return (1 - share) * frequencies + share * frequencies / config.rope_factor", ARCHITECTURES),
+    Fault("no-dropout-after-the-mlp", "forward", GPT, "return self.drop(self.c_proj(hidden))",
+          "return self.c_proj(hidden)", DROPOUT),
     Fault("mlp-detached", "backward", GPT, "return x + self.mlp(self.ln_2(x))",
           "return x + self.mlp(self.ln_2(x.detach()))", GPT2),
     Fault("keys-detached", "backward", GPT, "return self.drop(self.c_proj(self.product(q, k, v,",

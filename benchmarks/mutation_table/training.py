@@ -20,6 +20,7 @@ PRECISION = "ezpz_llm/engine/precision.py"
 READER = "ezpz_llm/checkpoint/reader.py"
 RECIPES = "ezpz_llm/layout/precision_recipes.py"
 RESOLVE = "ezpz_llm/layout/resolve.py"
+RETENTION = "ezpz_llm/checkpoint/retention.py"
 SAMPLES = "ezpz_llm/data/samples.py"
 SAVER = "ezpz_llm/checkpoint/saver.py"
 SCHEDULE = "ezpz_llm/trainer/schedule.py"
@@ -134,6 +135,12 @@ FAULTS = (
     Fault("norm-limit-forgotten", "resume", GUARD,
           "self.name))\n        self._engine.step_skip.limit = self.detector.limit\n", "self.name))\n",
           TRAINER),
+    Fault("oldest-checkpoint-first", "resume", RETENTION,
+          "folders = [*([newest] if newest else []), *sorted(older, key=step_of, reverse=True)]",
+          "folders = [*sorted(older, key=step_of, reverse=True), *([newest] if newest else [])]", TRAINER),
+    Fault("tolerated-overflows-forgotten", "resume", PRECISION,
+          "self.scale, self.good_steps, self._tolerated = state.scale, state.good_steps, state.tolerated",
+          "self.scale, self.good_steps = state.scale, state.good_steps", SCALE),
     Fault("copy-is-the-engines-own", "resume", SAVER,
           "copies.append(target.copy_(tensor.detach().view(-1), non_blocking=True))",
           "copies.append(tensor.detach().view(-1))", PARTS),
