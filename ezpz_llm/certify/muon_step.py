@@ -6,6 +6,7 @@ Newton-Schulz iterations, and a factor of 0.2 sqrt(max(rows, columns)). All othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ezpz_llm.dist import Degrees
 from ezpz_llm.engine.optimizer_state import Slice
 from ezpz_llm.engine.whole_matrices import WholeMatrices
 from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.model.parameters import whole_box
 
 STEPS, _MOMENTUM = 3, 0.95
 TOLERANCE, ROUNDING = 1e-4, STEPS * 2.0 ** -24
@@ -82,29 +84,28 @@ def _orthogonalize(matrix: Tensor) -> Tensor:
 
 def _check_sharded_matrices() -> Iterator[str]:
     """Check a function of two matrices in one flat tensor, which is divided over ranks as ZeRO does."""
-    shapes = {"a": (5, 4), "b": (3, 7)}
-    flat = torch.randn(41, generator=torch.Generator().manual_seed(0))
-    matrices = dict(zip(shapes, (part.view(shape) for part, shape in
-                                 zip(flat.split((20, 21)), shapes.values(), strict=True)), strict=True))
+    shapes, offsets, length = {"a": (5, 4), "b": (3, 7)}, {"a": 0, "b": 20}, 41
+    flat = torch.randn(length, generator=torch.Generator().manual_seed(0))
 
     def apply_on_rank(mesh: ThreadMesh) -> Tensor:
-        """Apply the function to this rank's elements."""
-        rank, share = mesh.dp_rank, -(-41 // mesh.dp_size)
-        local = flat[rank * share:(rank + 1) * share].clone()
-        pieces, begin = [], 0
-        for name, matrix in matrices.items():
-            start, stop = (min(max(rank * share + edge - begin, 0), matrix.numel()) for edge in (0, len(local)))
-            offset = begin + start - rank * share
+        """Return this rank's elements of the results."""
+        share = -(-length // mesh.dp_size)
+        begin = mesh.dp_rank * share
+        local = flat[begin:begin + share].clone()
+        pieces = []
+        for name, shape in shapes.items():
+            start, stop = (min(max(edge - offsets[name], 0), math.prod(shape)) for edge in (begin, begin + share))
             if start < stop:
-                pieces.append(Slice(name, shapes[name], tuple((0, side) for side in matrix.shape), start, stop,
-                                    {"weight": local[offset:offset + stop - start]}))
-            begin += matrix.numel()
+                place = offsets[name] + start - begin
+                pieces.append(Slice(name, shape, whole_box(shape), start, stop,
+                                    {"weight": local[place:place + stop - start]}))
         state: Any = SimpleNamespace(shapes=shapes, raw_slices=lambda: pieces,
                                      stepped=lambda: [(local, list(shapes))])
         WholeMatrices(state, mesh, shapes).apply(lambda matrix: matrix @ matrix.T @ matrix, {local: local})
         return local
 
-    expected = torch.cat([(matrix @ matrix.T @ matrix).flatten() for matrix in matrices.values()])
+    matrices = [part.view(shape) for part, shape in zip(flat.split((20, 21)), shapes.values(), strict=True)]
+    expected = torch.cat([(matrix @ matrix.T @ matrix).flatten() for matrix in matrices])
     for ranks in (2, 3):
         actual = torch.cat(run_ranks(Degrees(dp=ranks), apply_on_rank))
         if not torch.allclose(actual, expected, rtol=1e-5, atol=1e-5):
