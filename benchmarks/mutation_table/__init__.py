@@ -13,6 +13,8 @@ EQUIVALENT = {
     "DDP that reduces in every micro-step": "averages are linear, and what is averaged already stays as it is: the "
                                             "same step, with more traffic",
     "RMSNorm of bf16 left to torch": "torch 2.13 computes it in fp32 on CPUs, with the same result",
+    "`missing` of a bucket not reset": "all buckets are then reduced after the backward pass instead of during it",
+    "stage 3's small parameters not gathered after a load": "the next forward pass gathers them",
     "fp32 products set to \"high\"": "a CPU has no TF32",
 }
 """Equivalent mutants, which do not change results, each with the argument. They are not among the faults."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutation_table.row import DROPOUT, PARTS, WIDE_SUMS, Fault, cell
+from mutation_table.row import ARCHITECTURES, DROPOUT, MUON, PARTS, WIDE_SUMS, Fault, cell
 
 BUILD = "ezpz_llm/engine/build.py"
 DEEPSPEED = "ezpz_llm/engine/deepspeed_engine.py"
@@ -13,6 +13,7 @@ GPT = "ezpz_llm/model/gpt.py"
 GRADIENTS = "ezpz_llm/engine/gradients.py"
 LOSS = "ezpz_llm/model/loss.py"
 MASTERS = "ezpz_llm/engine/masters.py"
+MATRICES = "ezpz_llm/engine/whole_matrices.py"
 PIPELINE = "ezpz_llm/engine/pipeline_engine.py"
 RESOLVE = "ezpz_llm/layout/resolve.py"
 SHARDED = "ezpz_llm/engine/sharded_start.py"
@@ -38,6 +39,8 @@ FAULTS = (
           "for bucket in self._buckets[self._next:end - 1]:", cell("ddp", 2, dtype="bf16")),
     Fault("reduced-within-pairs", "ddp", TORCH, 'process_group=self._mesh.group("dp", "sp"), gradient_as',
           "process_group=torch.distributed.new_subgroups(2)[0], gradient_as", cell("ddp", 4)),
+    Fault("buckets-reduced-only-in-the-first-step", "ddp", MASTERS, "        self._next = self._first\n", "",
+          cell("ddp", 2, dtype="bf16")),
     Fault("dropout-of-all-ranks-alike", "ddp", START, 'dist.mesh.place("pp", "dp", "sp")[0])', "0)",
           DROPOUT),
     Fault("always-a-boundary", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(last_micro_step)",
@@ -63,6 +66,13 @@ FAULTS = (
           "        self._engine.step()\n        if self.layout.zero.stage == 3",
           "        self._engine.step()\n        self._engine.step()\n        if self.layout.zero.stage == 3",
           cell("zero2", 2)),
+    Fault("boundary-inverted", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(last_micro_step)",
+          "set_gradient_accumulation_boundary(not last_micro_step)", cell("zero2", 2)),
+    Fault("tiles-in-reverse", "zero", BUILD, "outputs = (tiles.out_parts[row], tiles.out_parts[row + 1])",
+          "outputs = (tiles.out_parts[down - 1 - row], tiles.out_parts[down - row])", cell("tiled", 2)),
+    Fault("matrices-of-the-first-place-alone", "zero", MATRICES,
+          "            if part.is_contributed or self._is_replicated:",
+          "            if (part.is_contributed and part.place.start == 0) or self._is_replicated:", MUON),
     Fault("rows-are-copies", "fsdp2", FSDP2, "parameter.to_local().detach() for",
           "parameter.to_local().detach().clone() for", cell("fsdp2", 2)),
     Fault("reduced-after-the-wrong-micro-step", "fsdp2", FSDP2, "(last_micro_step or self._reduces_each)",
@@ -71,6 +81,8 @@ FAULTS = (
           "self._place, self._copy = (rank % within, within), (rank // within, size // within)",
           "self._place, self._copy = (rank // within, within), (rank % within, size // within)",
           cell("fsdp2_within2", 4)),
+    Fault("rows-by-the-global-rank", "fsdp2", FSDP2, "fill_rows(model, dist.device, *self._place)",
+          "fill_rows(model, dist.device, rank, size)", cell("fsdp2_within2", 4)),
     Fault("rows-floored", "fsdp2", SHARDED, "rank * -(-shape[0] // size)", "rank * (shape[0] // size)",
           PARTS),
     Fault("gradients-of-one-rank", "fsdp2", FSDP2, "fully_shard(block, mesh=mesh, mp_policy=policy)",
@@ -103,10 +115,16 @@ FAULTS = (
     Fault("dropout-of-peers-differs", "tp", START, 'dist.mesh.place("pp", "dp", "sp")[0])', "dist.rank)",
           DROPOUT),
     Fault("shared-gains-not-summed", "tp", TENSOR, '.tp == "summed":', '.tp == "nothing":',
-          "tests/engine/test_tensor_parallel.py::"
-          "test_gradients_of_a_parameter_used_on_part_of_the_heads_are_summed"),
+          ARCHITECTURES),
     Fault("sums-of-autocast-in-bf16", "tp", SUMS, "torch.float32 if casts else x.dtype)", "x.dtype)",
           WIDE_SUMS),
+    Fault("width-norms-squares-summed-forward-only", "tp", TENSOR,
+          "squares = copy_to_tp_region(reduce_from_tp_region(squares, self.group), self.group)",
+          "squares = reduce_from_tp_region(squares, self.group)", ARCHITECTURES),
+    Fault("z-loss-lost-in-vocabulary-shards", "tp", LOSS,
+          "result.mul_((1 + 2 * ctx.z_loss * normalizer)[:, None])", "pass", ARCHITECTURES),
+    Fault("logits-in-reverse", "tp", SUMS, "return torch.cat(parts, dim=-1)",
+          "return torch.cat(parts[::-1], dim=-1)", ARCHITECTURES),
     Fault("peers-are-data-parallel", "tp", GROUPS,
           'data- and sequence-parallel ranks."""\n        return self._mesh.real_group("dp", "sp")',
           'data- and sequence-parallel ranks."""\n        return self._mesh.real_group("tp")',
@@ -135,6 +153,7 @@ FAULTS = (
     Fault("mean-of-the-shares-means", "sp", ULYSSES, "loss * (size / (targets != IGNORED).sum())",
           "loss / (targets[:, own_share] != IGNORED).sum()",
           PARTS),
+    Fault("documents-of-a-share", "sp", ULYSSES, "sequences=tokens)", "sequences=tokens[:, own_share])", PARTS),
     Fault("shares-attend-within", "sp", ULYSSES, "        return self._eager(q, k, v, *mask)\n",
           "        return self.inner(q, k, v, *mask)\n", cell("sp2", 2)),
     Fault("second-copy-without-values", "hpz", SHARDED, "    parameter.ds_secondary_tensor = None\n", "",
@@ -149,12 +168,13 @@ FAULTS = (
     Fault("table-of-one-stage", "tied table", PIPELINE, "    if stage.config.tied:\n", "    if False:\n",
           cell("pp2", 2, "llama")),
     Fault("table-summed-three-times", "tied table", PIPELINE, "        flat[:rank * share].zero_()\n", "",
-          "tests/engine/test_pipeline.py::test_tables_agree_to_the_last_bit_over_three_pipelines"),
+          PARTS),
     Fault("table-is-the-heads-alone", "tied table", TENSOR,
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight)",
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight.detach())", cell("tp2", 2)),
+    Fault("tables-of-three-summed-late", "tied table", PIPELINE, "or ranks < 3:", "or ranks < 4:", PARTS),
     Fault("tie-lost-on-a-move", "tied table", GPT, "super()._apply(fn, recurse)\n        self._tie()",
           "super()._apply(fn, recurse)", PARTS),
     Fault("parts-not-summed", "norm over ranks", GRADIENTS, 'if mesh.size("pp", "tp") > 1:',
@@ -175,12 +195,13 @@ FAULTS = (
           "parameter.tensor_model_parallel = True", cell("tp2_zero3", 2)),
     Fault("cpu-adam-decays-gradients", "offload", BUILD, "adamw_mode=True, **adam)", "adamw_mode=False, **adam)",
           cell("zero3_offload_optimizer", 2)),
+    Fault("cpu-adam-without-bias-correction", "offload", BUILD, "adamw_mode=True, **adam)",
+          "adamw_mode=True, bias_correction=False, **adam)", cell("zero3_offload_optimizer", 2)),
     Fault("cpu-adams-own-betas", "offload", BUILD, "adamw_mode=True, **adam)",
           'adamw_mode=True, **{**adam, "betas": (0.9, 0.999)})', cell("zero3_offload_optimizer", 2, "llama")),
     Fault("files-keep-what-was-before", "offload", DEEPSPEED,
           "self.zero._optimizer_states_and_gradient_swap_out(number)", "pass", cell("zero3_nvme", 2)),
     Fault("cpu-adams-count-one-less", "offload", STATE, "for number in range(step + 1):",
           "for number in range(step):",
-          "tests/checkpoint/test_checkpoint_resume.py::"
-          "test_a_resumed_run_equals_an_unbroken_one_to_the_last_digit[zero3_offload_optimizer]"),
+          PARTS),
 )

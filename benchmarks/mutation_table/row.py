@@ -57,8 +57,8 @@ class Definitions:
         return "certify: definitions"
 
 
-RATES, PARTS, SCALE, DROPOUT, WIDE_SUMS, TRAINER = map(Definitions, (
-    "rates", "parts", "loss scale", "dropout", "sums", "trainer"))
+RATES, INITIAL, PARTS, SCALE, DROPOUT, WIDE_SUMS, MUON, ARCHITECTURES, TRAINER = map(Definitions, (
+    "rates", "initial weights", "parts", "loss scale", "dropout", "sums", "Muon", "architectures", "trainer"))
 GPT2, LLAMA, GPT2_BF16 = cell("ddp", 1), cell("ddp", 1, "llama"), cell("ddp", 1, dtype="bf16")
 """Cells of a single process, which certify compares with the definition of the step."""
 

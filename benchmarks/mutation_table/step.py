@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from mutation_table.row import DROPOUT, GPT2, GPT2_BF16, LLAMA, SCALE, WIDE_SUMS, Fault, cell
+from mutation_table.row import (
+    ARCHITECTURES,
+    DROPOUT,
+    GPT2,
+    GPT2_BF16,
+    INITIAL,
+    LLAMA,
+    MUON,
+    SCALE,
+    WIDE_SUMS,
+    Fault,
+    cell,
+)
 
 ADAMW = "ezpz_llm/layout/optimizers/adamw.py"
 BASE = "ezpz_llm/engine/base.py"
 BLOCKWISE = "ezpz_llm/model/attention_kernels.py"
 BUILD = "ezpz_llm/engine/build.py"
+DOCUMENTS = "ezpz_llm/model/document_mask.py"
 EMBEDDING = "ezpz_llm/model/embedding.py"
 GPT = "ezpz_llm/model/gpt.py"
 GRADIENTS = "ezpz_llm/engine/gradients.py"
 INIT = "ezpz_llm/model/init.py"
 LOSS = "ezpz_llm/model/loss.py"
 MASTERS = "ezpz_llm/engine/masters.py"
+MUONS = "ezpz_llm/layout/optimizers/muon.py"
 STATE = "ezpz_llm/engine/optimizer_state.py"
 TORCH = "ezpz_llm/engine/torch_engine.py"
 
@@ -65,6 +79,17 @@ FAULTS = (
           SCALE),
     Fault("dropout-in-evaluation", "forward", GPT, "dropout = self.dropout if self.training else 0.0",
           "dropout = self.dropout", DROPOUT),
+    Fault("keys-normalized-by-the-queries-gain", "forward", GPT, "_normalize(self.k_head_norm, k)",
+          "_normalize(self.q_head_norm, k)", ARCHITECTURES),
+    Fault("norm-after-the-residual-sum", "forward", GPT, "return x + self.ln_2(self.mlp(x).type_as(x))",
+          "return self.ln_2(x + self.mlp(x).type_as(x))", ARCHITECTURES),
+    Fault("documents-begin-a-token-late", "forward", DOCUMENTS, "documents = (tokens == end_of_text).cumsum(dim=1)",
+          "documents = (tokens == end_of_text).cumsum(dim=1) - (tokens == end_of_text).long()", ARCHITECTURES),
+    Fault("high-frequencies-reduced", "forward", GPT,
+          "return share * frequencies + (1 - share) * frequencies / config.rope_factor",
+          "return (1 - share) * frequencies + share * frequencies / config.rope_factor", ARCHITECTURES),
+    Fault("no-dropout-after-the-mlp", "forward", GPT, "return self.drop(self.c_proj(hidden))",
+          "return self.c_proj(hidden)", DROPOUT),
     Fault("mlp-detached", "backward", GPT, "return x + self.mlp(self.ln_2(x))",
           "return x + self.mlp(self.ln_2(x.detach()))", GPT2),
     Fault("keys-detached", "backward", GPT, "return self.drop(self.c_proj(self.product(q, k, v,",
@@ -127,6 +152,15 @@ FAULTS = (
           "divisor = ((norm + 1e-4) / clip)", GPT2),
     Fault("clip-to-half", "clipping", TORCH, "self._optimizer, self._clip, scale",
           "self._optimizer, self._clip / 2, scale", GPT2),
+    Fault("clip-by-the-previous-norm", "clipping", GRADIENTS,
+          "norm = norm / loss_scale\n    _scale_gradients(optimizer, grads, norm, clip, loss_scale)\n"
+          "    return norm",
+          "norm = norm / loss_scale\n"
+          "    _scale_gradients(optimizer, grads, getattr(optimizer, 'previous', norm), clip, loss_scale)\n"
+          "    optimizer.previous = norm\n    return norm", GPT2),
+    Fault("divisor-of-the-step-before", "clipping", GRADIENTS, "        optimizer.grad_scale = divisor\n",
+          "        optimizer.grad_scale = getattr(optimizer, 'grad_scale', None) if divisor is None else divisor\n",
+          SCALE),
     Fault("clip-never", "clipping", GRADIENTS, "    if clip > 0:\n", "    if clip > 1:\n", GPT2),
     Fault("norm-after-clipping", "clipping", GRADIENTS,
           "norm = norm / loss_scale\n    _scale_gradients(optimizer, grads, norm, clip, loss_scale)\n"
@@ -166,6 +200,15 @@ FAULTS = (
           '        group["lr"] = lr * 1.001\n', LLAMA),
     Fault("two-steps-of-one-gradient", "optimizer", TORCH, "            self._optimizer.step()\n",
           "            self._optimizer.step()\n            self._optimizer.step()\n", GPT2),
+    Fault("nesterov-forgotten", "optimizer", MUONS,
+          "directions[parameter] = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's",
+          "directions[parameter] = momentum.clone()", MUON),
+    Fault("updates-scaled-by-rows", "optimizer", MUONS, "x = x * (0.2 * max(matrix.shape) ** 0.5)",
+          "x = x * (0.2 * matrix.shape[0] ** 0.5)", MUON),
+    Fault("residual-scale-of-half-the-depth", "optimizer", INIT, "/ math.sqrt(2 * config.n_layer)",
+          "/ math.sqrt(config.n_layer)", INITIAL),
+    Fault("tiles-share-a-generator", "optimizer", INIT,
+          "number = first // height * -(-columns // width) + side // width", "number = 0", INITIAL),
     Fault("every-other-step", "optimizer", TORCH, "        if self._update_scale(norm):\n",
           "        self.calls = getattr(self, 'calls', 0) + 1\n"
           "        if self._update_scale(norm) and self.calls % 2:\n", GPT2),

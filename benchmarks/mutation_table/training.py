@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutation_table.row import GPT2, GPT2_BF16, PARTS, RATES, SCALE, TRAINER, WIDE_SUMS, Fault, cell
+from mutation_table.row import ARCHITECTURES, GPT2, GPT2_BF16, PARTS, RATES, SCALE, TRAINER, WIDE_SUMS, Fault, cell
 
 BASE = "ezpz_llm/engine/base.py"
 BLOCKWISE = "ezpz_llm/model/attention_kernels.py"
@@ -15,16 +15,19 @@ INDEX = "ezpz_llm/checkpoint/index.py"
 LOOP = "ezpz_llm/trainer/loop.py"
 LOSS = "ezpz_llm/model/loss.py"
 MASTERS = "ezpz_llm/engine/masters.py"
+OPTIMIZERS = "ezpz_llm/layout/optimizers/__init__.py"
 PRECISION = "ezpz_llm/engine/precision.py"
 READER = "ezpz_llm/checkpoint/reader.py"
 RECIPES = "ezpz_llm/layout/precision_recipes.py"
 RESOLVE = "ezpz_llm/layout/resolve.py"
+RETENTION = "ezpz_llm/checkpoint/retention.py"
 SAMPLES = "ezpz_llm/data/samples.py"
 SAVER = "ezpz_llm/checkpoint/saver.py"
 SCHEDULE = "ezpz_llm/trainer/schedule.py"
 SHARDS = "ezpz_llm/data/shards.py"
 START = "ezpz_llm/trainer/run.py"
 STATE = "ezpz_llm/engine/optimizer_state.py"
+STEP_END = "ezpz_llm/trainer/step_end.py"
 TORCH = "ezpz_llm/engine/torch_engine.py"
 VALIDATION = "ezpz_llm/evaluate/validation.py"
 WRITER = "ezpz_llm/checkpoint/writer.py"
@@ -105,6 +108,9 @@ FAULTS = (
     Fault("run-skips-samples", "data reader", LOOP, "arrays = batches.micro_batches(consumed)",
           "arrays = batches.micro_batches(2 * consumed)",
           TRAINER),
+    Fault("position-a-sample-behind", "data reader", LOOP,
+          "data.position.advance(data.batches.global_batch, sum(hashes))",
+          "data.position.advance(data.batches.global_batch - 1, sum(hashes))", TRAINER),
     Fault("moments-forgotten", "resume", READER, "for kind, tensor in tensors.items():\n            values",
           "for kind, tensor in list(tensors.items())[:1]:\n            values", GPT2),
     Fault("second-moments-are-first", "resume", READER, 'get_slice(f"{kind}/{piece.key}")',
@@ -129,6 +135,12 @@ FAULTS = (
     Fault("norm-limit-forgotten", "resume", GUARD,
           "self.name))\n        self._engine.step_skip.limit = self.detector.limit\n", "self.name))\n",
           TRAINER),
+    Fault("oldest-checkpoint-first", "resume", RETENTION,
+          "folders = [*([newest] if newest else []), *sorted(older, key=step_of, reverse=True)]",
+          "folders = [*sorted(older, key=step_of, reverse=True), *([newest] if newest else [])]", TRAINER),
+    Fault("tolerated-overflows-forgotten", "resume", PRECISION,
+          "self.scale, self.good_steps, self._tolerated = state.scale, state.good_steps, state.tolerated",
+          "self.scale, self.good_steps = state.scale, state.good_steps", SCALE),
     Fault("copy-is-the-engines-own", "resume", SAVER,
           "copies.append(target.copy_(tensor.detach().view(-1), non_blocking=True))",
           "copies.append(tensor.detach().view(-1))", PARTS),
@@ -166,6 +178,10 @@ FAULTS = (
     Fault("validation-on-training-data", "evaluation", START, 'ValidationWindows(tokens.split("val")',
           'ValidationWindows(tokens.split("train")',
           TRAINER),
+    Fault("rows-are-means", "evaluation", LOSS, "return losses.view(targets.shape).sum(dim=-1)",
+          "return losses.view(targets.shape).mean(dim=-1)", ARCHITECTURES),
+    Fault("validates-a-step-late", "evaluation", STEP_END, "validates = last or is_due(step, config.eval_every)",
+          "validates = last or is_due(step - 1, config.eval_every)", TRAINER),
     Fault("parameters-not-refreshed", "precision", MASTERS,
           "            foreach_copy_(list(self._masters), list(self._masters.values()))", "            pass",
           GPT2_BF16),
@@ -211,6 +227,11 @@ FAULTS = (
     Fault("loss-scale-rises-after-an-overflow", "precision", PRECISION, "max(self.scale / self.FACTOR,",
           "max(self.scale * self.FACTOR,",
           SCALE),
+    Fault("autocast-in-fp16", "precision", PRECISION, "    dtype = matmul_dtype(precision)\n    inner",
+          "    dtype = torch.float16\n    inner", WIDE_SUMS),
+    Fault("second-moments-in-bf16", "precision", OPTIMIZERS, "state[kind] = torch.zeros_like(parameter, ",
+          "state[kind] = torch.zeros_like(parameter, dtype=torch.bfloat16 if kind == 'exp_avg_sq' else None, ",
+          WIDE_SUMS),
     Fault("overflow-loses-its-samples", "precision", LOOP, "while skipped != engine.skipped_steps:",
           "while skipped == -1:", TRAINER),
 )

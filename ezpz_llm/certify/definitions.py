@@ -24,8 +24,9 @@ from ezpz_llm.certify.records import Definition
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.rundir import write_json
 
-TOPICS = {"rates": "schedule_rates", "parts": "tensor_parts", "loss scale": "loss_scaling",
-          "dropout": "dropout_masks", "sums": "wide_sums", "trainer": "trainer_run"}
+TOPICS = {"rates": "schedule_rates", "initial weights": "initial_weights", "parts": "tensor_parts",
+          "loss scale": "loss_scaling", "dropout": "dropout_masks", "sums": "wide_sums", "Muon": "muon_step",
+          "architectures": "architectures", "trainer": "trainer_run"}
 """Modules by topic. `find_problems` of a module yields a message for each failed check."""
 LIMIT_S = 200
 """Time limit of all checks: ten times their duration on two cores, and less than the timeout of collectives."""

@@ -35,8 +35,8 @@ LENGTH, BATCH, ACCUMULATION, CHUNK = 32, 4, 2, 24
 _CLIPS = (recipe.CLIP, 0.0)
 SCALE, TOO_LARGE = 1024.0, 2.0 ** 90
 STEPS, _RESUMED_STEP, _MIN_SCALE = 400, 201, 2.0 ** -400
-"""Number of scale updates, the update before which the scale's state is reloaded, and a minimum scale too low to be
-reached (a run ends at the minimum)."""
+"""Number of scale updates, the first update before which the scale's state is reloaded, and a minimum scale too low
+to be reached (a run ends at the minimum)."""
 
 
 def find_problems() -> Iterator[str]:
@@ -66,7 +66,7 @@ def _check_scale_updates(settings: DynamicScale) -> Iterator[str]:
     scale = LossScale(settings)
     expected_history = _expected_scales(finite.tolist(), settings)
     for number, (verdict, expected) in enumerate(zip(finite, expected_history, strict=True)):
-        if number == _RESUMED_STEP:
+        if number >= _RESUMED_STEP:
             state, scale = scale.state(), LossScale(settings)
             scale.restore(state)
         scale.update(bool(verdict))

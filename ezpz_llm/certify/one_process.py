@@ -93,10 +93,12 @@ class Spread:
     gradient: dict[str, float]
 
 
-def settings_of(config: ModelConfig, clip: float, z_loss: float = 0.0) -> Settings:
+def settings_of(config: ModelConfig, clip: float, z_loss: float = 0.0, end_of_text: int | None = None) -> Settings:
     """Return the settings of the plain step for the recipe's hyperparameters."""
     return Settings(config.n_head, config.n_kv_head, config.norm, config.norm_eps, config.rope_theta, clip,
-                    recipe.BETAS, recipe.EPS, recipe.WEIGHT_DECAY, z_loss)
+                    recipe.BETAS, recipe.EPS, recipe.WEIGHT_DECAY, z_loss,
+                    "erf" if config.mlp == "gelu_erf" else "tanh", config.norm_order == "after",
+                    (config.rope_factor, config.rope_low, config.rope_high, config.rope_context), end_of_text)
 
 
 def state_of(engine: Engine) -> State:

@@ -29,8 +29,8 @@ class Settings:
     """Settings of a step that the tensors do not determine.
 
     The tensors determine the number of layers, widths and biases. They also determine whether positions are learned
-    (`wpe`) or rotary, the activation (SwiGLU with `c_gate`, else GELU in tanh form), and whether the head is tied
-    (no `lm_head`).
+    (`wpe`) or rotary, the activation (SwiGLU with `c_gate`, else GELU), the norms of queries and keys, and whether
+    the head is tied (no `lm_head`).
 
     Attributes:
         norm: "layernorm" or "rmsnorm".
@@ -38,6 +38,10 @@ class Settings:
         clip: the largest global gradient norm; 0 disables clipping.
         weight_decay: for matrices and tables; vectors are not decayed.
         z_loss: factor of the squared log-sum-exp, which is added to the gradient but not to the reported loss.
+        gelu: "tanh" or "erf".
+        norms_after: True if a block normalizes the outputs of attention and MLP instead of their inputs.
+        rope_scaling: factor, low, high and context of Llama 3.1's rotary frequencies.
+        end_of_text: token at the start of each document; a token attends only to its own document. None: to all.
     """
 
     n_head: int
@@ -50,6 +54,10 @@ class Settings:
     eps: float
     weight_decay: float
     z_loss: float = 0.0
+    gelu: str = "tanh"
+    norms_after: bool = False
+    rope_scaling: tuple[float, float, float, float] = (1.0, 1.0, 4.0, 8192.0)
+    end_of_text: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,44 +146,83 @@ def _linear(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
 def _normalize(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
     if settings.norm == "layernorm":  # Ba et al. 2016, arXiv:1607.06450
         x = x - x.mean(-1, keepdim=True)
-    # RMSNorm does not subtract the mean: Zhang and Sennrich 2019, arXiv:1910.07467.
-    y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + settings.norm_eps) * weights[f"{name}.weight"]
+    y = _scale_to_unit(x, settings) * weights[f"{name}.weight"]
     if (bias := weights.get(f"{name}.bias")) is not None:
         y = y + bias
     return r.residual(y)
 
 
-def _rotate(x: Tensor, theta: float) -> Tensor:
+def _scale_to_unit(x: Tensor, settings: Settings) -> Tensor:
+    """Divide by the root mean square (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + settings.norm_eps)
+
+
+def _normalize_heads(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
+    """Normalize queries or keys (B, H, T, D) by head or over all heads, if the model does (arXiv:2010.04245)."""
+    if (gain := weights.get(f"{name}_head_norm.weight")) is not None:
+        return r.product(_scale_to_unit(x, settings) * gain)
+    if (gain := weights.get(f"{name}_width_norm.weight")) is not None:
+        wide = x.transpose(1, 2).flatten(2)
+        return r.product(_scale_to_unit(wide, settings) * gain).view(x.transpose(1, 2).shape).transpose(1, 2)
+    return x
+
+
+def _frequency(exponent: float, settings: Settings) -> float:
+    """Return theta^-exponent; reduced by `rope_scaling` as in Llama 3.1 (arXiv:2407.21783; apply_scaling)."""
+    factor, low, high, context = settings.rope_scaling
+    frequency = settings.rope_theta ** -exponent
+    turns = context * frequency / (2 * math.pi)
+    if turns >= high:
+        return frequency
+    share = max(0.0, (turns - low) / (high - low))
+    return share * frequency + (1 - share) * frequency / factor
+
+
+def _rotate(x: Tensor, settings: Settings) -> Tensor:
     """Rotate the pair (i, i + D/2) of x (B, H, T, D) at position t by t theta^(-2i/D) (arXiv:2104.09864)."""
     length, half = x.shape[-2], x.shape[-1] // 2
-    angles = (torch.arange(length, dtype=torch.float64)[:, None]
-              * theta ** (-torch.arange(half, dtype=torch.float64) / half))
+    frequencies = [_frequency(number / half, settings) for number in range(half)]
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
 
 
-def _attention(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
-    batch, length, width = x.shape
-    heads, kv_heads, dim = settings.n_head, settings.n_kv_head, width // settings.n_head
-    parts = _linear(x, weights, f"{name}.c_attn", r).view(batch, length, heads + 2 * kv_heads, dim).transpose(1, 2)
+def _hidden_tokens(tokens: Tensor, settings: Settings) -> Tensor:
+    """Return True (B, 1, T, T) where a query must not attend: to later tokens and to other documents."""
+    length = tokens.shape[1]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(len(tokens), 1, 1)
+    if settings.end_of_text is not None:
+        for row, at in (tokens == settings.end_of_text).nonzero().tolist():
+            hidden[row, at:, :at] = True
+    return hidden[:, None]
+
+
+def _attention(x: Tensor, hidden: Tensor, weights: Tensors, name: str, settings: Settings,
+               r: _Rounding) -> Tensor:
+    batch, length, _ = x.shape
+    heads, kv_heads = settings.n_head, settings.n_kv_head
+    parts = _linear(x, weights, f"{name}.c_attn", r).view(batch, length, heads + 2 * kv_heads, -1).transpose(1, 2)
     q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+    q = _normalize_heads(q, weights, f"{name}.q", settings, r)
+    k = _normalize_heads(k, weights, f"{name}.k", settings, r)
     if "transformer.wpe.weight" not in weights:
-        q, k = (r.product(_rotate(part, settings.rope_theta)) for part in (q, k))
+        q, k = (r.product(_rotate(part, settings)) for part in (q, k))
     # Query head h reads key/value head h H_kv/H (Ainslie et al. 2023, arXiv:2305.13245).
     k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
-    scores = r.product(r.product(q @ k.transpose(-1, -2)) / math.sqrt(dim))
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    probabilities = r.product(torch.softmax(scores.masked_fill(future, -math.inf), dim=-1))
-    mixed = r.product(probabilities @ v).transpose(1, 2).reshape(batch, length, width)
+    scores = r.product(r.product(q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1]))
+    probabilities = r.product(torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1))
+    mixed = r.product(probabilities @ v).transpose(1, 2).flatten(2)
     return _linear(mixed, weights, f"{name}.c_proj", r)
 
 
-def _mlp(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
+def _mlp(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
     hidden = _linear(x, weights, f"{name}.c_fc", r)
     if f"{name}.c_gate.weight" in weights:  # Shazeer 2020, arXiv:2002.05202
         gate = _linear(x, weights, f"{name}.c_gate", r)
         hidden = r.product(r.product(gate * torch.sigmoid(gate)) * hidden)
-    else:  # Hendrycks and Gimpel 2016, arXiv:1606.08415, the tanh form
+    elif settings.gelu == "erf":  # Hendrycks and Gimpel 2016, arXiv:1606.08415, as is the tanh form
+        hidden = r.product(hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2)
+    else:
         inner = math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden ** 3)
         hidden = r.product(hidden * (1 + torch.tanh(inner)) / 2)
     return _linear(hidden, weights, f"{name}.c_proj", r)
@@ -184,14 +231,21 @@ def _mlp(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
 def _logits(weights: Tensors, tokens: Tensor, settings: Settings, r: _Rounding) -> Tensor:
     """Compute logits (B, T, V) from tokens (B, T)."""
     weights = {name: r.parameters(value.double()) for name, value in weights.items()}
-    x = weights["transformer.wte.weight"][tokens]
+    x, hidden = weights["transformer.wte.weight"][tokens], _hidden_tokens(tokens, settings)
     if "transformer.wpe.weight" in weights:
         x = r.residual(x + weights["transformer.wpe.weight"][:tokens.shape[1]])
     for layer in range(len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")})):
         block = f"transformer.h.{layer}"
-        x = r.residual(x + _attention(_normalize(x, weights, f"{block}.ln_1", settings, r), weights,
-                                      f"{block}.attn", settings, r))
-        x = r.residual(x + _mlp(_normalize(x, weights, f"{block}.ln_2", settings, r), weights, f"{block}.mlp", r))
+        if settings.norms_after:
+            y = _attention(x, hidden, weights, f"{block}.attn", settings, r)
+            x = r.residual(x + _normalize(y, weights, f"{block}.ln_1", settings, r))
+            y = _mlp(x, weights, f"{block}.mlp", settings, r)
+            x = r.residual(x + _normalize(y, weights, f"{block}.ln_2", settings, r))
+            continue
+        y = _normalize(x, weights, f"{block}.ln_1", settings, r)
+        x = r.residual(x + _attention(y, hidden, weights, f"{block}.attn", settings, r))
+        y = _normalize(x, weights, f"{block}.ln_2", settings, r)
+        x = r.residual(x + _mlp(y, weights, f"{block}.mlp", settings, r))
     x = _normalize(x, weights, "transformer.ln_f", settings, r)
     head = weights.get("lm_head.weight", weights["transformer.wte.weight"])
     return r.product(r.product(x) @ r.product(head).T)
@@ -217,6 +271,12 @@ def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: S
         (differentiated / len(micro_batches)).backward()
         total += loss.item() / len(micro_batches)
     return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def next_logits(weights: Tensors, tokens: Tensor, settings: Settings) -> Tensor:
+    """Return logits (B, V) of the token after each sequence (B, T), in fp64."""
+    with torch.no_grad():
+        return _logits(weights, tokens, settings, _Rounding(EXACT))[:, -1]
 
 
 def evaluation_loss(weights: Tensors, batches: Sequence[MicroBatch], settings: Settings,

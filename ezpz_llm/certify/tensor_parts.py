@@ -1,26 +1,32 @@
-"""Checks of tensor slices, sequence-parallel losses, background checkpoints, and tied weights.
+"""Checks of tensor slices, sequence-parallel losses, checkpoints, and tied weights.
 
 Loading a checkpoint into another layout relies on the intersection of two slices of a tensor. Rows are assigned to
 ranks as torch.chunk does. A checkpoint that is written in the background must keep the state at the time of the
-copy. The losses of sequence-parallel ranks must add up to the loss of the full sequence, and tied weights must stay
-one tensor.
+copy. A resumed CPU Adam must have the same powers of its betas as an uninterrupted one. The losses of
+sequence-parallel ranks must add up to the loss of the full sequence. Tied weights must stay one tensor, and the
+gradients of their copies in a pipeline must be summed once.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ezpz_llm.certify.loss_scaling import small_config
 from ezpz_llm.certify.plain_step import IGNORED
+from ezpz_llm.certify.thread_ranks import ThreadMesh, run_ranks
 from ezpz_llm.checkpoint.index import Part, common
 from ezpz_llm.checkpoint.saver import CpuMemory
 from ezpz_llm.checkpoint.writer import read_shard
+from ezpz_llm.dist import Degrees
 from ezpz_llm.engine import sequence_parallel
 from ezpz_llm.engine.optimizer_state import TorchState
+from ezpz_llm.engine.pipeline_engine import PipelineEngine
 from ezpz_llm.engine.sharded_start import first_element
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.parameters import Box, size
@@ -35,7 +41,9 @@ def find_problems() -> Iterator[str]:
     yield from _check_rows()
     yield from _check_sequences()
     yield from _check_tie()
+    yield from _check_tables()
     yield from _check_background_copy()
+    yield from _check_cpu_adam()
 
 
 def _check_boxes() -> Iterator[str]:
@@ -89,7 +97,7 @@ def _check_background_copy() -> Iterator[str]:
 
 def _check_sequences() -> Iterator[str]:
     """Check mean, sum and per-row losses over sequence-parallel ranks, with some or most targets ignored."""
-    length = 12
+    length, lengths = 12, set()
     tokens = torch.arange(2 * length).view(2, length)
 
     def losses(tokens: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -98,6 +106,7 @@ def _check_sequences() -> Iterator[str]:
 
     def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int, sequences: Tensor) -> Tensor:
         """Return the loss of a rank's part of the sequence, which begins at position `first`."""
+        lengths.add(sequences.shape[1])
         each = losses(tokens, targets, first)
         return each.sum(dim=-1) if reduction == "rows" else each.sum()
 
@@ -114,6 +123,8 @@ def _check_sequences() -> Iterator[str]:
             if not torch.allclose(total, expected, rtol=1e-6):
                 yield f"the {reduction} of a loss over {ranks} sequence-parallel ranks is {total}, not {expected}"
                 return
+    if lengths != {length}:
+        yield "sequence-parallel ranks do not get whole sequences for the document mask"
 
 
 def _check_tie() -> Iterator[str]:
@@ -124,3 +135,56 @@ def _check_tie() -> Iterator[str]:
         if moved.lm_head.weight is not moved.transformer["wte"].weight:
             yield f"after a move {move} the head is no longer tied to the embedding"
             return
+
+
+def _check_tables() -> Iterator[str]:
+    """Check the gradients of a tied embedding over three pipelines, which DeepSpeed sums once more."""
+    gradients = torch.randint(100, (3, 5, 2), generator=torch.Generator().manual_seed(0)).float()
+    for dtype, name in ((torch.float32, "grad"), (torch.bfloat16, "_hp_grad")):
+        def sum_on_rank(mesh: ThreadMesh, dtype: torch.dtype = dtype, name: str = name) -> Tensor:
+            """Return the rank's gradient after the first sum."""
+            weight: Any = nn.Parameter(torch.zeros(5, 2))
+            setattr(weight, name, gradients[mesh.dp_rank].clone())
+            engine: Any = SimpleNamespace(module=SimpleNamespace(table=SimpleNamespace(weight=weight)), _mesh=mesh,
+                                          _replica=mesh.place("dp", "sp"), _dtype=dtype)
+            PipelineEngine._sum_over_replicas(engine)
+            total: Tensor = getattr(weight, name)
+            return total
+
+        shares = torch.stack(run_ranks(Degrees(dp=3), sum_on_rank))
+        total = shares.sum(dim=0)
+        if not torch.equal(total, gradients.sum(dim=0)):
+            yield (f"the {dtype} gradients of a tied embedding over three pipelines add up to {total.sum():g}, "
+                   f"not {gradients.sum():g}")
+        if (shares.count_nonzero(dim=0) > 1).any():  # the order of the second sum would affect its rounding
+            yield f"several pipelines have a part of the {dtype} gradient of a tied embedding"
+
+
+def _check_cpu_adam() -> Iterator[str]:
+    """Check that a resume brings DeepSpeed's CPU Adam to the powers of its betas after as many steps."""
+    steps, betas = 40, (0.9, 0.95)
+    optimizer: Any = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], betas=betas)
+    optimizer.param_groups[0]["bias_correction"] = True
+    optimizer.ds_opt_adam, optimizer.opt_id = _BetaPowers(), 0
+    optimizer.ds_opt_adam.adam_update(0, 70, 0.0, *betas)  # steps before the resume
+    TorchState(nn.Module(), optimizer, 0, 1, None).loaded(steps)
+    uninterrupted = _BetaPowers()
+    for step in range(steps + 2):
+        uninterrupted.adam_update(0, step, 0.0, *betas)
+    optimizer.ds_opt_adam.adam_update(0, steps + 1, 0.0, *betas)
+    if not torch.equal(optimizer.ds_opt_adam.powers, uninterrupted.powers):
+        yield f"CPU Adam resumed at step {steps} has other powers of its betas than an uninterrupted one"
+
+
+class _BetaPowers:
+    """Powers of the betas in DeepSpeed's C++ Adam (csrc/includes/cpu_adam.h, IncrementStep), in fp32."""
+
+    def __init__(self) -> None:
+        self.powers, self._step = torch.ones(2), 0
+
+    def adam_update(self, _: int, step: int, rate: float, beta1: float, beta2: float, *others: Any) -> None:
+        """Multiply the powers in the step after the previous one; compute them directly after a jump."""
+        betas = torch.tensor((beta1, beta2))
+        if step != self._step:
+            self.powers = self.powers * betas if step == self._step + 1 else betas ** step
+            self._step = step

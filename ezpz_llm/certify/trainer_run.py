@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from ezpz_llm import checkpoint
 from ezpz_llm.certify import one_process, plain_step, recipe
 from ezpz_llm.certify.one_process import Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import EXACT, MicroBatch, State, cosine_rate
@@ -67,6 +68,9 @@ def find_problems() -> Iterator[str]:
         first = _train(folder / "first", tokens, 0.0, _overflow_once)
         yield from _check_start(first)
         yield from _check_steps(first, 0, None)
+        newest = checkpoint.find(first.session.dist.run_dir.path).name
+        if newest != f"step-{STEPS:08d}":
+            yield f"a resume of a run of {STEPS} steps begins with {newest}"
         resumed = _train(folder / "resumed", tokens, 0.0, resume=first.checkpoint)
         yield from _check_steps(resumed, _SAVE_STEP, first.after[_SAVE_STEP - 1])
         if resumed.limit != _SPIKE_LIMIT:
