@@ -201,6 +201,8 @@ FAULTS = (
           'adamw_mode=True, **{**adam, "betas": (0.9, 0.999)})', cell("zero3_offload_optimizer", 2, "llama")),
     Fault("files-keep-what-was-before", "offload", DEEPSPEED,
           "self.zero._optimizer_states_and_gradient_swap_out(number)", "pass", cell("zero3_nvme", 2)),
+    Fault("unaligned-gradients-read-from-files", "offload", DEEPSPEED, "nvme.keep_unaligned_gradients(zero)", "pass",
+          cell("zero3_nvme", 3, "paths")),
     Fault("cpu-adams-count-one-less", "offload", STATE, "for number in range(step + 1):",
           "for number in range(step):",
           PARTS),
