@@ -106,6 +106,8 @@ def _not_typed(layout: Layout) -> Iterator[str]:
         yield "DeepSpeed's reduction of gradients (its groups are checked)"
         if layout.zero.stage:
             yield "DeepSpeed's partitioning and gradient norm (the marks of sharded parameters are checked)"
+    if layout.sp > 1:
+        yield "the backward pass of DeepSpeed's all-to-all"
     if layout.zero.stage == 3:
         yield "DeepSpeed's gathers of parameters: modules run with whole ones"
     if layout.zero.offload_optimizer or layout.zero.offload_param:

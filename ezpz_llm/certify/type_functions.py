@@ -108,14 +108,19 @@ class RankProgram(OperationRules):
             part.register_forward_hook(lambda *_: self.where.__delitem__(-1))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function = getattr(func, "__self__", None)
+        function: Any = getattr(func, "__self__", None)
+        is_function = isinstance(function, type) and issubclass(function, torch.autograd.Function)
         if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
             return func(args[0], self._typed_hook(func, *args))
         if not spmd.is_type_checking():
             return func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "apply" and function in _FUNCTIONS:
-            with self:
-                return self._apply(function, func, args)
+        if is_function:
+            if function in _FUNCTIONS:
+                with self:
+                    return self._apply(function, func, args)
+            if function.__module__ == "deepspeed.sequence.layer":
+                return func(*args)  # checks the all-to-all in its forward pass
+            return function.apply(*args)  # by the library, which rejects functions that it does not know
         if func is torch.Tensor.backward:
             return self._run_backward(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)

@@ -16,6 +16,7 @@ import spmd_types as spmd
 import torch
 from spmd_types import P, R, SpmdTypeError, V
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.certify.type_program import DATA_AXES, Rank, assembled, training_inputs
 from ezpz_llm.certify.type_rules import axes_of, stamp
@@ -24,7 +25,7 @@ from ezpz_llm.dist.degrees import AXES
 from ezpz_llm.engine import deepspeed_groups
 from ezpz_llm.engine.build import put_in_engine
 from ezpz_llm.engine.deepspeed_engine import mark_sharded
-from ezpz_llm.engine.gradients import norm_and_clip, sharded_norm_and_clip
+from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.pipeline_engine import PipelineEngine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
@@ -83,6 +84,8 @@ def _check_ddp(rank: Rank) -> None:
     program, module = rank.program, rank.module
     program.where[:] = ["DistributedDataParallel"]
     engine = _engine(rank, assembled(rank.layout, module.config, rank.mesh), "fp32")
+    if not isinstance(engine._wrapped, DistributedDataParallel):
+        raise SpmdTypeError("no gradient is reduced")
     _require_axes(rank, engine._wrapped.process_group, DATA_AXES)
     module.zero_grad()
     with program.checked():
@@ -106,11 +109,11 @@ def _check_fsdp2(rank: Rank) -> None:
     device_mesh = next(iter(engine._sharded.values())).device_mesh
     found = {axis for group in device_mesh.get_all_groups() for axis in axes_of(program.axes, group)}
     _require_same(rank, found, DATA_AXES)
-    shards = {axis: V for axis in axes_of(program.axes, engine._shard_group)}
-    gradients = [stamp(rows, {**program.types(), **shards}) for rows in engine._rows.values()]
-    program.where[:] = ["sharded_norm_and_clip"]
-    with program.checked():
-        norm = sharded_norm_and_clip(gradients, engine._shard_group, _NO_OPTIMIZER, _CLIP)
+    for parameter in engine._sharded.values():
+        parameter.grad = torch.zeros_like(parameter)
+    program.where[:] = ["Fsdp2Engine._norm_and_clip"]
+    with program.checked():  # the library takes the types of rows from the parameters' placements
+        norm = engine._norm_and_clip(1.0)
     program.require("the gradient norm", norm)
 
 

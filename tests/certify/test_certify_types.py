@@ -26,11 +26,11 @@ except ImportError as error:
 from ezpz_llm.base import UserError
 from ezpz_llm.certify import type_check, type_reduction
 from ezpz_llm.certify.command import main
-from ezpz_llm.engine import masters, pipeline_engine, sequence_parallel, torch_engine
+from ezpz_llm.engine import fsdp2_engine, masters, pipeline_engine, sequence_parallel, torch_engine
 from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.layout import read_layout
-from ezpz_llm.model import embedding, loss, tensor_parallel, tp_collectives
+from ezpz_llm.model import embedding, gpt, loss, tensor_parallel, tp_collectives
 from ezpz_llm.model.config import get_model_config
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -81,6 +81,16 @@ def lose_group_in_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
         return inner(self, x)
 
     monkeypatch.setattr(tensor_parallel.RowParallelLinear, "forward", forward)
+
+
+class UndeclaredFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
 
 
 @dataclass(frozen=True)
@@ -163,8 +173,12 @@ OTHERS = {
         edited(type_reduction, "norm_and_clip", ("and at.primary", "")),
         "tp2", ("2 of 2 tensor-parallel ranks add the gradient to the norm, not 1",)),
     "a norm over shards not summed": Fault(
-        edited(type_reduction, "sharded_norm_and_clip", ("if group.size() > 1", "if False")),
-        "fsdp2", ("sharded_norm_and_clip: the divisor of the gradients is V over dp, not R",)),
+        edited(fsdp2_engine, "sharded_norm_and_clip", ("if group.size() > 1", "if False")),
+        "fsdp2", ("Fsdp2Engine._norm_and_clip: the divisor of the gradients is V over dp, not R",)),
+    "a norm of shards summed over their copies": Fault(
+        edited(fsdp2_engine.Fsdp2Engine, "_norm_and_clip",
+               ("self._shard_group", 'self._mesh.real_group("dp", "sp")')),
+        "fsdp2_within2", ("_norm_and_clip: all_reduce: sums a tensor that is equal on all ranks of across",)),
     "master gradients not reduced": Fault(
         edited(masters._Bucket, "reduce", ("work = torch", "return\n    work = torch")),
         "ddp", ("norm: the gradient is not reduced",)),
@@ -172,6 +186,9 @@ OTHERS = {
         edited(torch_engine.TorchEngine, "forward", ("self.masters.reduces = last_micro_step",
                                                      "self.masters.reduces = True")),
         "ddp", ("add_: Partial type on axis dp in a linear op requires all operands to be Partial",)),
+    "gradients of ddp not reduced": Fault(
+        edited(torch_engine.TorchEngine, "_wrap", ('== 1 or', '>= 1 or')),
+        "ddp", ("DistributedDataParallel: no gradient is reduced",)),
     "ddp without a part of its ranks": Fault(
         edited(torch_engine.TorchEngine, "_wrap", ('process_group=self._mesh.group("dp", "sp")',
                                                    "process_group=self._mesh.divided(2)[1]")),
@@ -183,6 +200,9 @@ OTHERS = {
     "a data-parallel group of tensor-parallel ranks": Fault(
         edited(ModelParallelUnit, "get_data_parallel_group", ('"dp", "sp"', '"tp"')),
         "tp2_zero1", ("DeepSpeed's data-parallel group: the group is along tp, not dp",)),
+    "a function with a backward pass of undeclared types": Fault(
+        lambda monkeypatch: monkeypatch.setattr(gpt, "gelu", lambda x: UndeclaredFunction.apply(x)),
+        "ddp", ("transformer.h.0.mlp: apply: UndeclaredFunction.apply: autograd Function is not registered",)),
     "hidden states without a gradient": Fault(
         edited(loss.Head, "forward", ("_chunked_cross_entropy(x,", "_chunked_cross_entropy(x.detach(),")),
         "zero1", ("transformer.wpe.weight: the parameter has no gradient",)),
