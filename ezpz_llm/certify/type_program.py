@@ -109,7 +109,7 @@ _WHOLE_PARAMETERS = SimpleNamespace(
 
 
 def run_program(rank: Rank) -> None:
-    """Run the forward and backward passes of training, and the forward pass of sampling, with types.
+    """Run the forward and backward passes of training, validation, and sampling with types.
 
     Raises:
         SpmdTypeError: a type is wrong; `program.where` has the module or the parameter.
@@ -120,10 +120,13 @@ def run_program(rank: Rank) -> None:
     with program.checked():
         _train(rank)
         if rank.layout.pp == 1:
-            program.where[:] = ["sampling"]
+            tokens, targets = training_inputs(rank)[0]
             with torch.no_grad():
-                logits = module(training_inputs(rank)[0][0], last_only=True)
-            program.require("the logits", logits, **_DATA)
+                program.where[:] = ["validation"]
+                losses = module(tokens, targets, reduction="rows")
+                program.require("the losses of sequences", losses, **_DATA, sp=V)
+                program.where[:] = ["sampling"]
+                program.require("the logits", module(tokens, last_only=True), **_DATA)
 
 
 def _train(rank: Rank) -> None:

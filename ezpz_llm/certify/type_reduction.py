@@ -1,7 +1,7 @@
-"""Types of the gradient reduction, the gradient norm, and the clipping of a rank in `type_program`.
+"""Types in the gradient reduction, the gradient norm, and the clipping of a rank of `type_program`.
 
-Code of ezpz_llm runs with types. Of a reduction by torch or DeepSpeed, only the groups and marks that ezpz_llm
-gives it are checked.
+Code of ezpz_llm runs with types. For reductions by torch and DeepSpeed, the groups and marks that ezpz_llm passes
+to them are checked.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _UNINITIALIZED = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
 class OperationRules(TorchFunctionMode):
-    """Mode with the types of operations that the library does not know, for use inside the library's mode.
+    """Mode that adds the types of operations that the library does not know. Use it inside the library's mode.
 
     Attributes:
         axes: mesh axes by name.
