@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.base import UserError, read_json
 from ezpz_llm.base.records import as_record
+from ezpz_llm.certify import type_check
 from ezpz_llm.certify.cases import Work, parser, plan
 from ezpz_llm.certify.local_launches import read_reference_error, read_results, run_cases
 from ezpz_llm.certify.recheck import compare, read_certificate
@@ -22,6 +23,8 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code: 0 only if every case passes."""
     options = parser().parse_args(argv)
+    if options.types:
+        return type_check.run(options, find_rank(os.environ).source)
     if options.check:
         if options.recheck is None:
             plan(options, options.world_size)
