@@ -221,8 +221,9 @@ def parser() -> argparse.ArgumentParser:
                         help="ds_configs by name (in ds_configs/) or path (%(default)s)")
     parser.add_argument("--world", metavar="N,…",
                         help="world sizes (default: those that suit each layout, up to 4; 8 for 3d)")
-    parser.add_argument("--model", default=",".join(recipe.ALL_MODELS), metavar="NAME,…",
-                        help="model shapes (%(default)s; certify scales the tiny ones down further)")
+    parser.add_argument("--model", metavar="NAME,…",
+                        help=f"model shapes ({','.join(recipe.ALL_MODELS)}; certify scales the tiny ones down "
+                             "further)")
     parser.add_argument("--target", metavar="FILE.py:FUNCTION",
                         help=f"certify your own training: FUNCTION() returns an ezpz_llm.Target. Layouts: "
                            f"{', '.join(LAYOUTS)}")
@@ -272,7 +273,8 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     if options.target is not None:
         return _plan_target(options, world_size, steps)
     layouts = ds_config.names() if options.layouts == "all" else _split_list(options.layouts, "--layouts")
-    models, dtypes = _split_list(options.model, "--model"), _dtypes(options, recipe.DTYPES)
+    models = list(recipe.ALL_MODELS) if options.model is None else _split_list(options.model, "--model")
+    dtypes = _dtypes(options, recipe.DTYPES)
     _check_layouts(layouts)
     _check_known(models, (*MODELS, recipe.PATHS), "model", "--model")
     worlds = _worlds(options.world, world_size)
@@ -292,7 +294,7 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
 def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int) -> Work:
     """Return the cases of a target: each layout in the requested world sizes, or in its smallest above 1."""
     file = find_target(options.target)
-    for name, is_set in {"--model": options.model != ",".join(recipe.ALL_MODELS), "--quick": options.quick,
+    for name, is_set in {"--model": options.model is not None, "--quick": options.quick,
                          "--inject-fault": options.inject_fault, "--write-docs": options.write_docs}.items():
         if is_set:
             raise UserError(f"{name} does not work with --target", where=name, instead=f"--target without {name}")

@@ -47,7 +47,8 @@ def run(options: Namespace, source: str) -> int:
     if options.check:
         return 0
     began, is_new = time.process_time(), "torch" not in sys.modules
-    importlib.import_module("torch")
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)  # the tensors are tiny, and waiting threads use CPU time
     importing = time.process_time() - began
     import_package("spmd_types", "certify --types", "types", where="--types")  # fails with an older torch
     failures, notes = 0, []
@@ -122,7 +123,7 @@ def _cases(options: Namespace) -> list[tuple[Layout, dict[str, ModelConfig]]]:
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} does not work with --types", where=flag, instead=f"--types without {flag}")
-    shapes = tuple(filter(None, options.model.split(",")))
+    shapes = SHAPES if options.model is None else tuple(filter(None, options.model.split(",")))
     for name in shapes:
         if name not in MODELS:
             raise unknown_name_error("model", name, tuple(MODELS), where="--model")
