@@ -157,7 +157,8 @@ class _Table:
             ids = (dict(vocabulary) if isinstance(vocabulary, dict) else
                    {token: number for number, (token, _) in enumerate(vocabulary)})
             ids |= {token["content"]: token["id"] for token in stored.get("added_tokens") or ()}
-            if not ids or not all(isinstance(number, int) and 0 <= number < MAX_IDS for number in ids.values()):
+            numbers = ids.values()
+            if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= MAX_IDS:
                 raise ValueError(f"not all ids are from 0 to {MAX_IDS - 1:,}")
         except (UserError, LookupError, TypeError, ValueError, AttributeError) as error:
             reason = error.found if isinstance(error, UserError) else repr(error)

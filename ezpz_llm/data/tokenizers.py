@@ -395,8 +395,15 @@ def find_entry(path: Path) -> TokenizerEntry | None:
     file = find_file(path)
     if file is None:
         return None
-    built_in = match_built_in(_read_json_object(file)) if file.suffix == ".json" else None
+    stats = file.stat()
+    built_in = _built_in_in(file, stats.st_size, stats.st_mtime_ns) if file.suffix == ".json" else None
     return entry_of_file(file) if built_in is None else built_in
+
+
+@functools.lru_cache(maxsize=16)
+def _built_in_in(file: Path, size: int, mtime_ns: int) -> TokenizerEntry | None:
+    """Match a tokenizer.json with the built-in tokenizers; size and time identify its content."""
+    return match_built_in(_read_json_object(file))
 
 
 def find_unsupported_tokenizer(folder: Path) -> str | None:
