@@ -440,7 +440,6 @@ def test_computed_numbers_use_the_precision_and_gradient_dtypes_of_the_case(layo
             run.layout, config, case.world, precision=dtype, gradients=run.gradients)]
 
 
-@pytest.mark.xfail(strict=True, reason="the committed certificate is outdated; remove this mark after renewing it")
 def test_the_committed_certificate_matches_the_current_recipe() -> None:
     """Compares recipe, bounds, precisions and kinds of findings, without which it would not apply to this code."""
     record = committed()
