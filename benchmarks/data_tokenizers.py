@@ -109,9 +109,11 @@ def measure(family: str, file: Path, texts: list[str], corpus: Path, work: Path,
     speeds = {kind: size / min(seconds) / 1e6 for kind, seconds in times.items()}
     found = {"family": family, "vocabulary": entry_of_file(file).vocab_size, "text_mb": size / 1e6,
              "tokens": int(expected.size), "ids_equal": bool(same), "mb_per_cpu_s": speeds,
-             "of_script": speeds["prepare"] / speeds["script"], "of_memory": speeds["prepare"] / speeds["in memory"]}
-    print(f"{family}: MB per CPU-second {', '.join(f'{kind} {speed:.2f}' for kind, speed in speeds.items())}; "
-          f"{found['of_script']:.2f} of the script, {found['of_memory']:.2f} of memory; ids equal: {same}", flush=True)
+             "of_script": speeds["prepare"] / speeds["script"],
+             "of_memory": speeds["prepare"] / speeds["in memory"]}
+    rates = ", ".join(f"{kind} {speed:.2f}" for kind, speed in speeds.items())
+    print(f"{family}: MB per CPU-second {rates}; {found['of_script']:.2f} of the script, "
+          f"{found['of_memory']:.2f} of memory; ids equal: {same}", flush=True)
     return found
 
 

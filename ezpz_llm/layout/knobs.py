@@ -313,11 +313,11 @@ KNOBS: tuple[Knob, ...] = (
          "divides the ranks that share the parameters, no tp; ignored below stage 3", (check_hpz,),
          "a second copy of the parameters, sharded over that many ranks", _second_copy,
          "after a step's first forward pass, all-gathers of parameters stay among that many neighboring ranks",
-         _gather_in_groups, certified=False),
+         _gather_in_groups),
     Knob("shard_within", "ezpz_llm.shard_within", "`fsdp2`; divides the ranks that share the parameters",
          (check_shard_within,), "shards over that many ranks instead of all", _shard_in_groups,
          "all-gathers and reduce-scatters among that many neighboring ranks, an all-reduce of the shard's gradient "
-         "across groups", _reduce_across, certified=False),
+         "across groups", _reduce_across),
 )
 """Rows for the options of `ZeroOptions`, in the order in which rules and terms apply."""
 

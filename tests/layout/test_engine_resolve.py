@@ -57,8 +57,7 @@ def test_shipped_layouts_contain_no_run_settings(monkeypatch: pytest.MonkeyPatch
         assert f"| `{name}` |" in purposes
         resolved = resolve(Request(name, world_size=8, global_batch=64, device="cpu"))
         assert (resolved.deepspeed is None) == (name in ("ddp", "fsdp2", "fsdp2_within2"))
-        # Notes about the folder for files and about keys without a certificate.
-        assert bool(resolved.notes) == (name in ("zero3_nvme", "zero3_hpz2", "fsdp2_within2"))
+        assert bool(resolved.notes) == (name == "zero3_nvme")  # about the folder for files
 
 
 def test_nothing_heavy_is_imported() -> None:
