@@ -26,6 +26,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -130,7 +131,8 @@ def certified(cells: Sequence[Cell], folder: Path, references: Path | None) -> V
     if code != 1:
         raise SystemExit(f"{' '.join(words)}\nended with code {code}:\n{output[-4000:]}")
     # A single process that crashes leaves no record: use its last line of output.
-    return {"seen": True, "how": (lines or output.strip().splitlines()[-1:])[0][:400]}
+    how = (lines or output.strip().splitlines()[-1:])[0][:400]
+    return {"seen": True, "how": re.sub(r"; see /[^)]*", "", how)}  # the copy no longer exists
 
 
 def defined(folder: Path, topic: str | None = None) -> Verdict:

@@ -129,7 +129,7 @@ def _cases(options: Namespace) -> list[tuple[Layout, dict[str, ModelConfig]]]:
             raise unknown_name_error("model", name, tuple(MODELS), where="--model")
     names = ds_config.names() if options.layouts == "all" else options.layouts.split(",")
     cases = []
-    for layout in (read_layout(ds_config.load(name)) for name in names):
+    for layout in map(_read_layout, filter(None, names)):
         models: Sequence[str] = (*shapes, *_NORMS_OF_HEADS) if layout.name == "tp2" and shapes == SHAPES else shapes
         configs = {name: get_model_config(name, n_layer=max(_LAYERS, layout.pp)) for name in models}
         for config in configs.values():
@@ -138,3 +138,10 @@ def _cases(options: Namespace) -> list[tuple[Layout, dict[str, ModelConfig]]]:
                 raise UserError(problem.message, where="--layouts")
         cases.append((layout, configs))
     return cases
+
+
+def _read_layout(name: str) -> Layout:
+    try:
+        return read_layout(ds_config.load(name))
+    except UserError as error:
+        raise UserError(error.found, where="--layouts", instead=error.instead) from None

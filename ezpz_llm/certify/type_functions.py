@@ -171,6 +171,7 @@ class RankProgram(OperationRules):
 
     def _recorded_forward(self, original: Any) -> Any:
         def forward(ctx: Any, *args: Any) -> Tensor:
+            """Run the forward pass, and keep the types of the tensors that it saves."""
             result = original(ctx, *args)
             self._context = ctx
             ctx.saved_types = [None if saved is None else dict(spmd.get_local_type(saved))
@@ -183,6 +184,7 @@ class RankProgram(OperationRules):
         original, name = function.backward, f"backward of {function.__name__}"
 
         def backward(ctx: Any, gradient: Tensor) -> Any:
+            """Run the backward pass with types, and compare its results with the signature."""
             call = ctx.typed_call
             self.where.append(call.where)
             gradient = stamp(gradient, dual(call.output))
@@ -223,6 +225,7 @@ class RankProgram(OperationRules):
             return result
 
         def accumulated_hook(parameter: Any) -> None:
+            """Call the hook with a parameter that has a typed gradient."""
             with self._resumed():
                 parameter.grad = stamp(parameter.grad, self.gradient_types(parameter))
                 hook(parameter)

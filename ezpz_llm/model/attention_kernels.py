@@ -82,6 +82,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = N
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the outputs (B, H, T, D); arguments as in `blockwise_attention`."""
         size, heads, length, dim = q.shape
         queries, keys, values = _kv_groups(q, k), _kv_groups(k, k)[:, 0], _kv_groups(v, k)[:, 0]
         out = q.new_empty(size, length, heads, dim).transpose(1, 2)
@@ -94,6 +95,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return the gradients of queries, keys and values."""
         queries, keys, values, mask = ctx.saved_tensors
         size, shared, length, dim = queries.shape
         grads = grad.reshape(queries.shape)

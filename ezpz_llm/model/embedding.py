@@ -93,6 +93,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        """Return the gradient of the table (V, C), whose rows are summed in fp32."""
         tokens, = ctx.saved_tensors
         index, rows = tokens.flatten(), grad.flatten(0, -2)
         if ctx.dtype != torch.float32:

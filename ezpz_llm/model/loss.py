@@ -69,6 +69,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, z_loss: float, columns: Columns) -> Tensor:
+        """Return the losses (N)."""
         index, inside = columns.own(targets, logits.shape[-1])
         lse = torch.logsumexp(logits.float(), dim=-1)
         chosen = logits.gather(1, index[:, None])[:, 0].float() * inside
@@ -138,6 +139,7 @@ class _LossOptions:
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _LossOptions) -> Tensor:
+        """Return the loss of hidden states (N, C) and N targets, reduced as in `options`."""
         flat = targets.flatten()
         counted = flat != IGNORED
         gradients = _Gradients(hidden, weight, options.dtype, *(options.gradients and need
