@@ -98,7 +98,7 @@ def make_result(case: Case, findings: dict[str, list[verdict.Finding]], failures
         norms=[ranks[0] for ranks in measured["norms"]],
         reference=ReferenceSummary(
             losses=reference.losses, held_out=reference.held_out, norms=reference.norms,
-            noise=SummaryNoise(noise.loss, noise.norm), sight=verdict.sensitivity(expected),
+            noise=SummaryNoise(noise.loss, noise.norm), sight=verdict.sensitivity(expected, case.dtype),
             zero_by_symmetry=reference.symmetric, one_process=reference.one_process),
         by_parameter={kind: {finding.what: (finding.value, finding.bound) for finding in findings[kind]}
                       for kind in ("gradient", "weight")},

@@ -94,6 +94,7 @@ def basis(steps: int) -> Basis:
                 "seed": recipe.SEED, "data_seed": recipe.DATA_SEED,
                 "shapes": {name: asdict(recipe.shape(name)) for name in recipe.ALL_MODELS}},
         bounds={"rounding": verdict.ROUNDING, "k": verdict.K, "C": verdict.C, "factor": verdict.FACTOR,
+                "weight_factor": verdict.WEIGHT_FACTOR,
                 "least_loss": verdict.MIN_LOSS})
 
 

@@ -107,4 +107,5 @@ def basis(file: TargetFile, steps: int) -> Basis:
                 "default_optimizer": {"lr": recipe.PEAK_LR, "betas": recipe.BETAS, "eps_share": EPS_SHARE,
                                       "weight_decay": recipe.WEIGHT_DECAY}},
         bounds={"rounding": verdict.ROUNDING, "k": verdict.K, "factor": verdict.FACTOR,
+                "weight_factor": verdict.WEIGHT_FACTOR,
                 "least_loss": verdict.MIN_LOSS, "same": SAME, "resumed": RESUMED})

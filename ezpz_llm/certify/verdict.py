@@ -67,22 +67,23 @@ def findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> 
         "loss": _loss_findings(measured, expected),
         "gradient": _parameter_findings("gradient", measured, expected,
                                         lambda name: (gradient_bound(name, n_layer, dtype)
-                                                      * expected["gradient"][name])),
+                                                      * expected["gradient"][name]), FACTOR),
         "norm": _norm_findings(measured, expected, n_layer, dtype),
-        "weight": _parameter_findings("weight", measured, expected, _min_weight_bound(expected)),
+        "weight": _parameter_findings("weight", measured, expected, _min_weight_bound(expected),
+                                      WEIGHT_FACTOR[dtype]),
         "copy": [_CopyFinding(f"the {label}{entry['where']}", entry["apart"], 0.0, f"{entry['compared']} blocks")
                  for label, entry in measured["copy"].items()],
     }
 
 
-def sensitivity(expected: Numbers) -> dict[str, float | None]:
+def sensitivity(expected: Numbers, dtype: str) -> dict[str, float | None]:
     """Return the sensitivity of certify: bounds relative to the change over all steps.
 
     "loss" is relative to the decrease of the loss; "weights" and "weights_largest" are the median and the maximum
     over parameters, relative to the movement of their weights.
     """
     floor = _min_weight_bound(expected)
-    shares = [_share(_bound("weight", name, expected, floor), moved)
+    shares = [_share(_bound("weight", name, expected, floor, WEIGHT_FACTOR[dtype]), moved)
               for name, moved in expected["movement"].items()]
     return {"loss": _share(_loss_bound(expected), expected["losses"][0] - expected["losses"][-1]),
             "weights": statistics.median(shares), "weights_largest": max(shares)}
@@ -160,18 +161,18 @@ def _min_weight_bound(expected: Numbers) -> Callable[[str], float]:
     return lambda name: (ROUNDING["fp32"] + steps * 2.0 ** -25) * expected["weight"][name]
 
 
-def _bound(kind: str, name: str, expected: Numbers, minimum: Callable[[str], float]) -> float:
-    return max(minimum(name), FACTOR * getattr(expected["noise"], kind)[name])
+def _bound(kind: str, name: str, expected: Numbers, minimum: Callable[[str], float], factor: float) -> float:
+    return max(minimum(name), factor * getattr(expected["noise"], kind)[name])
 
 
 def _parameter_findings(kind: str, measured: Numbers, expected: Numbers,
-                        minimum: Callable[[str], float]) -> list[Finding]:
+                        minimum: Callable[[str], float], factor: float) -> list[Finding]:
     title = {"gradient": "gradient", "weight": "weights"}[kind]
     findings = []
     for name in backward_order(measured[kind]):
         entry = measured[kind][name]
         scale = expected[kind][name] or 1.0
-        bound = _bound(kind, name, expected, minimum) / scale
+        bound = _bound(kind, name, expected, minimum, factor) / scale
         findings.append(Finding(f"{title} of {name}", entry["difference"] / scale, bound, " (relative)"))
         rank, copy = _first_exceeding({rank: value / scale for rank, value in entry["ranks"].items()}, bound)
         findings.append(Finding(f"{title} of {name} on rank {rank}", copy, bound, " (relative)"))
@@ -195,6 +196,8 @@ K, C = 4.0, 1.03
 """Constants of the gradient bound: K roundings at the head, times C for each layer before it."""
 FACTOR = 5.0
 """Bound as a multiple of the baseline noise."""
+WEIGHT_FACTOR = {"fp32": FACTOR, "bf16_autocast": 3.0, "bf16": 3.0}
+"""Like FACTOR, for weights. In bf16, five times the noise would exceed a tenth of the weights' movement."""
 MIN_LOSS = 1e-5
 """Minimum bound of losses."""
 

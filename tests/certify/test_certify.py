@@ -334,13 +334,14 @@ def test_failures_come_in_the_order_of_computation_with_their_phase() -> None:
 
 def test_sensitivity_is_the_bound_relative_to_the_effect_of_the_steps() -> None:
     _, expected = numbers()
-    assert verdict.sensitivity(expected)["loss"] == pytest.approx(1e-5 / 0.1)
-    largest = verdict.sensitivity(expected)["weights_largest"]
+    assert verdict.sensitivity(expected, "fp32")["loss"] == pytest.approx(1e-5 / 0.1)
+    largest = verdict.sensitivity(expected, "fp32")["weights_largest"]
     assert largest == math.inf, "weights that do not move have no sensitivity"
     expected["movement"]["transformer.h.0.ln_1.weight"] = 0.005
-    sight = verdict.sensitivity(expected)
+    sight = verdict.sensitivity(expected, "fp32")
     assert sight["weights_largest"] == pytest.approx(5e-6 / 0.005)
     assert sight["weights"] == pytest.approx((5e-6 / 0.01 + 5e-6 / 0.005) / 2)
+    assert verdict.sensitivity(expected, "bf16")["weights"] == pytest.approx((3e-6 / 0.01 + 3e-6 / 0.005) / 2)
 
 
 def test_among_several_ranks_the_first_beyond_the_bound_is_named() -> None:
