@@ -19,10 +19,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.certify.type_program import DATA_AXES, Rank, assembled, training_inputs
-from ezpz_llm.certify.type_rules import axes_of, stamp
+from ezpz_llm.certify.type_rules import axes_of, replaced, stamp
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.degrees import AXES
-from ezpz_llm.engine import deepspeed_groups
+from ezpz_llm.dist.private_names import foreach_norm
+from ezpz_llm.engine import deepspeed_groups, gradients
 from ezpz_llm.engine.build import put_in_engine
 from ezpz_llm.engine.deepspeed_engine import mark_sharded
 from ezpz_llm.engine.gradients import norm_and_clip
@@ -43,12 +44,10 @@ def check_reduction(rank: Rank) -> None:
     Raises:
         SpmdTypeError: a type, a group, or a mark is wrong.
     """
-    if rank.layout.engine == "ddp":
-        _check_ddp(rank)
-    elif rank.layout.engine == "fsdp2":
-        _check_fsdp2(rank)
-    else:
-        _check_deepspeed(rank)
+    check = {"ddp": _check_ddp, "fsdp2": _check_fsdp2}.get(rank.layout.engine, _check_deepspeed)
+    # The rules type the norm of a whole gradient. On CPU, `tensor_norms` computes it from rows.
+    with replaced(gradients, "tensor_norms", foreach_norm):
+        check(rank)
 
 
 class _NoOptimizer:

@@ -57,6 +57,7 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._masters = {parameter: parameter.detach().clone() for parameter in parameters}
         self._group, self._share = group, 1.0 / peers
+        self._outdated = set(parameters)  # gradients are of the previous step
         self.reduces = True
         # A backward pass computes the gradients of the last layers first.
         self._buckets = list(_buckets(reversed(parameters), self._masters, reduced))
@@ -82,15 +83,13 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
 
     def finish_reduction(self) -> None:
         """Average all gradients over the ranks, also those that no backward pass computed, and wait."""
+        for parameter in self._outdated:
+            self._gradient(parameter).zero_()
+        self._outdated = set(self._masters)
         self._reduce(len(self._buckets))
         for bucket in self._buckets:
             bucket.wait()
         self._next = self._first
-
-    def zero_gradients(self) -> None:
-        """Set the gradients to zero."""
-        for bucket in self._buckets:
-            bucket.gradients.zero_()
 
     def round(self) -> None:
         """Copy the rounded master weights to the parameters, after a step or a load."""
@@ -99,10 +98,16 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
 
     def _accumulate(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        total, gradient = self._masters[parameter].grad, parameter.grad
-        assert total is not None
+        total, gradient = self._gradient(parameter), parameter.grad
         assert gradient is not None
-        total.add_(gradient, alpha=self._share)
+        if parameter in self._outdated:
+            self._outdated.remove(parameter)
+            # Overwriting takes less than half the memory traffic of clearing and adding.
+            total.copy_(gradient)
+            if self._share != 1:
+                total.mul_(self._share)
+        else:
+            total.add_(gradient, alpha=self._share)
         parameter.grad = None
         if self.reduces:
             self._bucket_of[parameter].missing -= 1
@@ -110,6 +115,11 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
             while ready < len(self._buckets) and not self._buckets[ready].missing:
                 ready += 1
             self._reduce(ready)
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        gradient = self._masters[parameter].grad
+        assert gradient is not None
+        return gradient
 
     def _reduce(self, end: int) -> None:
         """Start reducing the buckets up to `end`, in the same order on all ranks."""

@@ -84,7 +84,6 @@ class TorchEngine(MicroStepEngine):
         if self.masters is None:
             self._optimizer.zero_grad()
         else:
-            self.masters.zero_gradients()
             self.masters.round()
         return norm
 

@@ -83,6 +83,10 @@ class Samples:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
+    def contiguous(self) -> Samples:
+        self._streams.done.append("contiguous")
+        return self
+
     def pin_memory(self) -> Samples:
         self._streams.done.append("pinned")
         return self
@@ -107,5 +111,5 @@ def test_samples_are_copied_from_pinned_memory_if_the_device_supports_it(
     assert device_copy.to_device([samples], torch.device(kind)) == (samples,)
     device_copy._stream.cache_clear()
     moved = f"to {kind}, not waiting"
-    assert streams.done == (["in copies", "pinned", moved, "wait for copies",
+    assert streams.done == (["in copies", "contiguous", "pinned", moved, "wait for copies",
                              "kept until the computing stream is done"] if pins else [moved])

@@ -12,7 +12,7 @@ from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.fsdp2_engine import _sum_and_divide
-from ezpz_llm.engine.gradients import norm_and_clip
+from ezpz_llm.engine.gradients import norm_and_clip, tensor_norms
 from ezpz_llm.engine.optimizer_state import make_optimizer
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.torch_engine import TorchEngine
@@ -145,6 +145,14 @@ def test_training_mode_comes_back_after_an_error(tmp_path) -> None:
     with pytest.raises(ZeroDivisionError), engine.evaluating():
         raise ZeroDivisionError
     assert engine.module.training
+
+
+@pytest.mark.parametrize("shape", [(2 ** 22,), (1024, 4097), (3,), ()])
+def test_norms_of_large_tensors_are_exact(shape: tuple[int, ...]) -> None:
+    """In fp32 on a CPU, torch's norm of 2^22 normal values is 5e-5 too small."""
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    (norm,) = tensor_norms([tensor.t() if len(shape) == 2 else tensor])
+    assert norm.item() == pytest.approx(tensor.double().norm().item(), rel=4 * 2 ** -24)
 
 
 def test_fp16_on_a_cpu_is_refused(tmp_path) -> None:
