@@ -216,11 +216,12 @@ def _give_fake_storage(model: nn.Module) -> None:
 
 @contextmanager
 def device_branches() -> Iterator[None]:
-    """Make the model's code take the branches of a GPU for tensors on the CPU.
+    """Make the model and the gradient norm take the branches of a GPU for tensors on the CPU.
 
     The code compares the device type with "cpu": replace this constant in its functions by one that never matches.
     """
-    functions = {function: function.__code__ for function in _functions("ezpz_llm.model.")}
+    functions = {function: function.__code__ for prefix in ("ezpz_llm.model.", "ezpz_llm.engine.gradients")
+                 for function in _functions(prefix)}
     for function, code in functions.items():
         function.__code__ = _without_cpu(code)
     try:

@@ -131,8 +131,8 @@ FAULTS = (
           "        for index, inputs in enumerate(micro_batches[:1] * len(micro_batches)):", GPT2),
     Fault("gradients-not-forgotten", "accumulation", TORCH, "            self._optimizer.zero_grad()\n",
           "            pass\n", GPT2),
-    Fault("masters-gradients-not-forgotten", "accumulation", MASTERS, "            bucket.gradients.zero_()",
-          "            pass", GPT2_BF16),
+    Fault("masters-gradients-not-forgotten", "accumulation", MASTERS,
+          "        self._outdated = set(self._masters)", "        self._outdated = set()", GPT2_BF16),
     Fault("gradients-forgotten-in-the-step", "accumulation", TORCH,
           "        try:\n            return self._wrapped(*inputs, **named)",
           "        if self.masters is None:\n            self._optimizer.zero_grad()\n"

@@ -185,6 +185,8 @@ class NonFiniteStepSkipper:
 GROUPS = ("decayed", "others")
 """Decay groups: matrices and embeddings, which decay; biases and norms, which do not."""
 KINDS = ("grad", "weight", "update")
+_COPIED = 2 ** 28
+"""Maximum number of weights that are copied to measure their updates: 1 GiB."""
 
 
 class GroupNorms:
@@ -218,6 +220,7 @@ class GroupNorms:
             if piece.primary:
                 pieces.append(piece)
         self._open: list[tuple[Slice, Tensor, Tensor]] = []
+        self._spacing = 1
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure gradients and weights, and keep a copy of the weights."""
@@ -227,7 +230,9 @@ class GroupNorms:
         weights = [piece.tensors["weight"] for piece in pieces]
         self._add("grad", pieces, [gradient for _, gradient in gradients])
         self._add("weight", pieces, weights)
-        self._open = [(piece, weight, weight.clone()) for piece, weight in zip(pieces, weights, strict=True)]
+        self._spacing = -(-sum(weight.numel() for weight in weights) // _COPIED)
+        rows = [_every(self._spacing, weight) for weight in weights]
+        self._open = [(piece, part, part.clone()) for piece, part in zip(pieces, rows, strict=True)]
 
     def _pieces(self, parameter: Tensor, group: dict[str, Any]) -> Iterator[tuple[Slice, Tensor]]:
         """Yield the pieces in a tensor that the optimizer steps, each with its flat gradient."""
@@ -246,8 +251,8 @@ class GroupNorms:
 
     def after(self) -> None:
         """Measure the change of the weights."""
-        for _, weight, old in self._open:
-            old.sub_(weight)
+        for piece, weight, change in self._open:
+            change.sub_(weight).mul_(math.sqrt(piece.numel / max(1, change.numel())))
         self._add("update", [piece for piece, _, _ in self._open], [change for _, _, change in self._open])
         self._open = []
 
@@ -284,6 +289,12 @@ class GroupNorms:
         for number, piece in enumerate(pieces):
             shares[number, GROUPS.index(_group(piece))] = 1 / piece.replicas
         self.sums[KINDS.index(kind)] += (squares @ shares.to(squares.device)).to(self.sums.device)
+
+
+def _every(spacing: int, weight: Tensor) -> Tensor:
+    """Return a view of every `spacing`-th row of _ROW elements of a flat tensor, or the tensor if it has no such row."""
+    rows = weight[:weight.numel() // _ROW * _ROW].view(-1, _ROW)[spacing // 2::spacing]
+    return rows if spacing > 1 and rows.numel() else weight
 
 
 def _slices(state: EngineState) -> Iterable[Slice]:

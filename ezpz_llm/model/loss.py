@@ -229,33 +229,33 @@ class _Buffer:
         return logits.index_put_((torch.arange(len(logits), device=logits.device), index), difference)
 
 
-class _CompiledBuffer:
-    """Variant of `_Buffer` with two compiled kernels, which read logits at most twice and need no extra memory."""
-
-    def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
+class _CompiledBuffer(_Buffer):
+    """Variant of `_Buffer` whose normalizer is a compiled kernel, which needs no fp32 copy of the logits."""
 
     def normalizer(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
-        return _compiled(_normalizer)(logits)
-
-    def gradient(self, logits: Tensor, lse: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
-        return _compiled(_gradient)(logits, lse, torch.ones_like(lse) if factor is None else factor,
-                                    torch.where(inside, index, -1))
+        if not gradients:
+            return _compiled(_normalizer)(logits)
+        result, chosen = _compiled(_softmax_in_place)(logits, index)
+        self._chosen[:len(logits)] = chosen
+        return result
 
 
 @functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=True)  # since the last chunk may be smaller
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Not dynamic=True: with an unknown number of columns, the kernels take twice as long on an H200.
+    return torch.compile(function)
 
 
 def _normalizer(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits.float(), dim=-1)
 
 
-def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, index: Tensor) -> Tensor:
-    softmax = torch.exp(logits.float() - lse[:, None]) * factor[:, None]
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    return logits.copy_(torch.where(columns == index[:, None], softmax - 1, softmax))
+def _softmax_in_place(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Overwrite logits (n, V/R) by their softmax; return the log-sum-exp (n), and the softmax of columns `index`."""
+    normalizer = _normalizer(logits)
+    chosen = torch.exp(logits.gather(1, index[:, None])[:, 0].float() - normalizer)
+    logits.copy_(torch.exp(logits.float() - normalizer[:, None]))
+    return normalizer, chosen
 
 
 class _Gradients:

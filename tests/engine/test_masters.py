@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine import gradients
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
@@ -71,7 +72,7 @@ def test_gradients_of_micro_steps_are_added_in_fp32(tmp_path) -> None:
         assert gradient is not None
         assert torch.equal(gradient, sums[name])
         assert not torch.equal(gradient, gradient.bfloat16().float()), "the sum was not computed in fp32"
-    exact = torch.stack([gradient.norm() for gradient in sums.values()]).norm()
+    exact = torch.stack([gradient.double().norm() for gradient in sums.values()]).norm()
     assert engine.step(0.0).item() == pytest.approx(exact.item(), rel=1e-6)
     backward(engine)
     assert engine.step(0.0).item() == pytest.approx(exact.item(), rel=1e-6), "gradients of two steps were added"
@@ -91,6 +92,23 @@ def test_steps_smaller_than_a_rounding_are_kept_by_the_masters(tmp_path) -> None
     for _, parameter in engine.module.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, engine.masters[parameter].bfloat16())
+
+
+def test_updates_of_large_models_are_measured_on_evenly_spaced_rows(
+        tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of all weights would need memory that a run with a large model does not have."""
+    ratios = []
+    for copied in (2 ** 28, 2 ** 17):
+        monkeypatch.setattr(gradients, "_COPIED", copied)
+        engine = make(tmp_path)
+        engine.step_skip.measure(engine.training_state())
+        backward(engine)
+        engine.step(1e-3)
+        norms = engine.step_skip.measured()
+        assert norms is not None
+        ratios.append((norms.sums[2] / norms.sums[1]).tolist())
+    assert ratios[0] != ratios[1]
+    assert ratios[1] == pytest.approx(ratios[0], rel=0.05)
 
 
 def test_rank_holds_18_bytes_per_parameter(tmp_path) -> None:
