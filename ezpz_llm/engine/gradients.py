@@ -64,8 +64,8 @@ _ROW = 4096
 def tensor_norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each tensor (0-d).
 
-    On CPU, torch adds a tensor's fp32 squares one after another, so that the norm of 4e7 elements is 0.3 % too small.
-    Therefore this function first computes the norms of rows.
+    On CPU, torch adds a tensor's fp32 squares one after another, so that the norm of 4e7 elements is 0.3 % too
+    small. Therefore this function first computes the norms of rows.
     """
     return list(foreach_norm([_row_norms(tensor) if tensor.device.type == "cpu" and tensor.dtype == torch.float32
                               and tensor.numel() > 2 * _ROW else tensor for tensor in tensors]))
@@ -292,7 +292,10 @@ class GroupNorms:
 
 
 def _every(spacing: int, weight: Tensor) -> Tensor:
-    """Return a view of every `spacing`-th row of _ROW elements of a flat tensor, or the tensor if it has no such row."""
+    """Return a view of every `spacing`-th row of _ROW elements of a flat tensor.
+
+    Return the whole tensor if it has no such row.
+    """
     rows = weight[:weight.numel() // _ROW * _ROW].view(-1, _ROW)[spacing // 2::spacing]
     return rows if spacing > 1 and rows.numel() else weight
 

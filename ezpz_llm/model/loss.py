@@ -251,7 +251,10 @@ def _normalizer(logits: Tensor) -> Tensor:
 
 
 def _softmax_in_place(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Overwrite logits (n, V/R) by their softmax; return the log-sum-exp (n), and the softmax of columns `index`."""
+    """Overwrite logits (n, V/R) by their softmax.
+
+    Return the log-sum-exp (n), and the softmax of columns `index` (n).
+    """
     normalizer = _normalizer(logits)
     chosen = torch.exp(logits.gather(1, index[:, None])[:, 0].float() - normalizer)
     logits.copy_(torch.exp(logits.float() - normalizer[:, None]))

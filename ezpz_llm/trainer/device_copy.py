@@ -23,8 +23,8 @@ def to_device(samples: Iterable[Tensor], device: torch.device) -> tuple[Tensor, 
         return tuple(tensor.to(device, non_blocking=True) for tensor in samples)
     module, copy_stream = torch.get_device_module(device), _stream(device)
     with module.stream(copy_stream):
-        # Tokens and targets are views of windows of T + 1 tokens. torch copies a view through pageable memory, which
-        # blocks the CPU even if the view is pinned.
+        # Tokens and targets are views of windows of T + 1 tokens. torch copies a view through pageable memory, even
+        # if it is pinned, which blocks the CPU.
         copies = tuple(tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in samples)
     compute_stream = module.current_stream(device)
     compute_stream.wait_stream(copy_stream)

@@ -23,7 +23,8 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64"
 def test_samples_are_pinned_if_the_device_copies_from_pinned_memory(tmp_path, monkeypatch, pins):
     """Check the calls of pin_memory and record_stream, since no device here copies from pinned memory."""
     pinned, kept = [], []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append((tuple(self.shape), self.is_contiguous())) or self)
+    monkeypatch.setattr(torch.Tensor, "pin_memory",
+                        lambda self: pinned.append((tuple(self.shape), self.is_contiguous())) or self)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(tuple(self.shape)))
     monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], pins=pins))
     assert run(parse([*SMALL, "--run-dir", str(tmp_path / "run")])) == 0
