@@ -233,6 +233,7 @@ class _CompiledBuffer(_Buffer):
     """Variant of `_Buffer` whose normalizer is a compiled kernel, which needs no fp32 copy of the logits."""
 
     def normalizer(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
+        """Return the log-sum-exp (n) of logits (n, V/R); with `gradients`, overwrite logits by softmax."""
         if not gradients:
             return _compiled(_normalizer)(logits)
         result, chosen = _compiled(_softmax_in_place)(logits, index)
