@@ -52,9 +52,9 @@ SHAPES = {**CONFIGS, "odd": get_model_config("tiny-llama", n_layer=2, n_head=2, 
 
 
 def make_engine(dist: Dist, name: str, config: ModelConfig, precision: str, seed: int = 1337,
-                gradients: GradientDtypes = FP32_GRADIENTS) -> Engine:
+                gradients: GradientDtypes = FP32_GRADIENTS, global_batch: int = GLOBAL_BATCH) -> Engine:
     layout, *degrees = name.split(",")
-    resolved = resolve(Request(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
+    resolved = resolve(Request(layout, world_size=dist.world_size, clip=CLIP, global_batch=global_batch,
                                model=config, accumulation=ACCUMULATION, precision=precision, device="cpu",
                                grad_accum_dtype=gradients.accumulated, reduce_dtype=gradients.reduced,
                                **{degree[:2]: int(degree[2:]) for degree in degrees}))
