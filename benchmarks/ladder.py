@@ -71,8 +71,12 @@ TIMEOUT_S = 1800
 
 
 def arguments(work: str, rung: Rung, steps: int) -> list[str]:
-    """Return the rung's options for `ezpz_llm.train`; later options override earlier ones."""
-    before = [one for one in RUNGS[:RUNGS.index(rung)] if not one.alone]
+    """Return the rung's options for `ezpz_llm.train`; later options override earlier ones.
+
+    A rung outside of the ladder is on top of it.
+    """
+    end = RUNGS.index(rung) if rung in RUNGS else len(RUNGS)
+    before = [one for one in RUNGS[:end] if not one.alone]
     words = [*GROUND, *WORKS[work], "--steps", str(steps), "--warmup-steps", "2"]
     for one in (*before, rung):
         words += one.options
@@ -136,12 +140,17 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
                 "reserved_bytes": module.max_memory_reserved()}
 
 
-def in_a_process(words: list[str]) -> dict[str, Any]:
-    """Measure in a separate process; return {"refused": reason} if the options cannot run here."""
+def in_a_process(words: list[str], program: Path = Path(__file__)) -> dict[str, Any]:
+    """Measure in a separate process; return {"refused": reason} if the options cannot run here.
+
+    Args:
+        program: this file, or that of another checkout, which then runs its own package.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        done = subprocess.run([sys.executable, __file__, "--measure", str(out), "--", *words], capture_output=True,
-                              text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run([sys.executable, program, "--measure", str(out), "--", *words], capture_output=True,
+                              env={**os.environ, "PYTHONPATH": str(program.resolve().parents[1])}, text=True,
+                              timeout=TIMEOUT_S, check=False)
         if not out.exists():
             raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         return json.loads(out.read_text())

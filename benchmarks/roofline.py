@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("options", nargs="*", help="options of ezpz_llm.train for all works, after --")
     args = parser.parse_args()
-    words = ("--ds-config", "ddp", "--precision", "bf16_autocast", *args.options)
+    words = ("--ds-config", "ddp", "--precision", "bf16", *args.options)
     result = {
         "command": "python3 benchmarks/roofline.py " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),

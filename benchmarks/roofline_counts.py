@@ -2,8 +2,9 @@
 
 The program is the engine of `ezpz_llm.trainer.run.make_engine`: model, loss, gradient norm, clipping and optimizer,
 with its real shapes, on torch's fake tensors, which have shapes but no storage. The tensors are on the CPU, since a
-build of torch without CUDA cannot run a backward pass on fake CUDA tensors. Two things are therefore forced: the
-model's code takes the branches of a GPU, and attention uses the flash kernel that torch chooses on a GPU.
+build of torch without CUDA cannot run a backward pass on fake CUDA tensors. Three things are therefore forced: the
+model's code takes the branches of a GPU, attention uses the flash kernel that torch chooses on a GPU, and RMSNorm
+is one kernel, as on a GPU if its input and gain have the same dtype.
 
 Rules for counting:
 - Kernels: each operator that torch dispatches, unless it only creates a view or allocates memory. A fused or
@@ -70,6 +71,44 @@ class Step:
     host_reads: list[str] = field(default_factory=list)
 
 
+_LIBRARY = "ezpz_llm_roofline"
+
+
+@torch.library.custom_op(f"{_LIBRARY}::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the normalized input and the reciprocals that the backward pass needs, without computing them."""
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{_LIBRARY}::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, reciprocals: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the input and the gain, without computing them."""
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+for _operator in (_rms_norm, _rms_norm_backward):
+    _operator.register_fake(_operator._init_fn)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        result, reciprocals = _rms_norm(x, weight)
+        ctx.save_for_backward(x, weight, reciprocals)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _rms_norm_backward(grad, *ctx.saved_tensors)
+
+
+def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    """Replace torch.nn.functional.rms_norm: inductor gets its operations, as on a GPU."""
+    if torch.compiler.is_compiling() or x.dtype != weight.dtype:
+        return torch.rms_norm(x, shape, weight, eps)
+    return _FusedRmsNorm.apply(x, weight)
+
+
 class Counter(TorchDispatchMode):
     """Dispatch mode that adds dispatched operators to `step`, except while paused."""
 
@@ -101,7 +140,7 @@ class Counter(TorchDispatchMode):
             if func is aten._local_scalar_dense.default:
                 return _ANY_NUMBER
         found = func(*args, **kwargs)
-        if func.namespace == "aten" and (kernel := kernel_of(func, args, kwargs, found)) is not None:
+        if func.namespace in ("aten", _LIBRARY) and (kernel := kernel_of(func, args, kwargs, found)) is not None:
             self.step.kernels.append(kernel)
         return found
 
@@ -113,7 +152,7 @@ _MEMORY = 80 * 10 ** 9
 """Device memory, from which the loss chooses its chunk size; more memory does not make chunks larger."""
 _FLASH = (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward)
 _RESERVES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_WRITES_ONLY = {"copy_", "zero_", "fill_"}
+_WRITES_ONLY = {"copy_", "_foreach_copy_", "zero_", "fill_"}
 _PICKS = {
     "embedding": lambda args, found: (_bytes(args[1]) + _bytes(found), _bytes(found)),
     "gather": lambda args, found: (_bytes(args[2]) + _bytes(found), _bytes(found)),
@@ -226,7 +265,8 @@ def device_branches() -> Iterator[None]:
         function.__code__ = _without_cpu(code)
     try:
         with (mock.patch.object(loss, "most_logits_on", return_value=loss_chunk.max_logits("cuda", _MEMORY)),
-              mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _flash_attention)):
+              mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _flash_attention),
+              mock.patch.object(torch.nn.functional, "rms_norm", _fused_rms_norm)):
             yield
     finally:
         for function, code in functions.items():

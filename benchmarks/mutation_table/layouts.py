@@ -31,7 +31,7 @@ FAULTS = (
     Fault("masters-gradients-are-a-sum", "ddp", MASTERS, "self._group, self._share = group, 1.0 / peers",
           "self._group, self._share = group, 1.0", cell("ddp", 2, dtype="bf16")),
     Fault("buckets-before-they-are-full", "ddp", MASTERS,
-          "while ready < len(self._buckets) and not self._buckets[ready].missing:",
+          "while ready < len(self._buckets) and self._buckets[ready].is_ready:",
           "while ready < len(self._buckets):", cell("ddp", 2, dtype="bf16")),
     Fault("masters-reduced-each-micro-step", "ddp", TORCH, "self.masters.reduces = last_micro_step",
           "self.masters.reduces = True", cell("ddp", 2, dtype="bf16")),

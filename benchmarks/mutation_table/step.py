@@ -32,11 +32,14 @@ STATE = "ezpz_llm/engine/optimizer_state.py"
 TORCH = "ezpz_llm/engine/torch_engine.py"
 
 FAULTS = (
-    Fault("rope-neighbouring-pairs", "forward", GPT, "first, second = x.float().chunk(2, dim=-1)",
-          "first, second = x.float()[..., ::2], x.float()[..., 1::2]", LLAMA),
+    Fault("rope-neighbouring-pairs", "forward", GPT, "= x.chunk(2, dim=-1), result.chunk(2, dim=-1)",
+          "= (x[..., ::2], x[..., 1::2]), result.chunk(2, dim=-1)", LLAMA),
     Fault("rope-of-queries-only", "forward", GPT, "q, k = rotate(q, rotation), rotate(k, rotation)",
           "q = rotate(q, rotation)", LLAMA),
-    Fault("rope-reflects", "forward", GPT, "second * cos + first * sin", "second * cos - first * sin", LLAMA),
+    Fault("rope-reflects", "forward", GPT, "torch.addcmul(second * cos, first, sin, out=rotated_second)",
+          "torch.addcmul(second * cos, first, sin, value=-1, out=rotated_second)", LLAMA),
+    Fault("rope-gradient-rotated-on", "backward", GPT, "return _rotate_halves(grad, cos, -sin), None, None",
+          "return _rotate_halves(grad, cos, sin), None, None", LLAMA),
     Fault("rope-exponents", "forward", GPT, "dtype=torch.float32) / config.head_dim)",
           "dtype=torch.float32) / (config.head_dim - 2))", LLAMA),
     Fault("rope-tables-in-bf16", "forward", GPT, "return angles.cos(), angles.sin()",
@@ -51,9 +54,9 @@ FAULTS = (
     Fault("scale-1-percent-off", "forward", GPT, "enable_gqa=q.shape[1] != k.shape[1])",
           "enable_gqa=q.shape[1] != k.shape[1], scale=1.01 * q.shape[-1] ** -0.5)", GPT2),
     Fault("gqa-heads-in-turn", "forward", GPT,
-          "q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)",
-          "q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)\n"
-          "        k, v = (one.repeat(1, self.queries_per_kv, 1, 1) for one in (k, v))", LLAMA),
+          "q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2)",
+          "q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2)\n"
+          "        k, v = (one.repeat(1, 1, self.queries_per_kv, 1) for one in (k, v))", LLAMA),
     Fault("keys-are-values", "forward", GPT, "q, k, v = heads.split(", "q, v, k = heads.split(", GPT2),
     Fault("gelu-erf", "forward", GPT, 'functional.gelu(x, approximate="tanh")', "functional.gelu(x)", GPT2),
     Fault("gate-on-the-other-branch", "forward", GPT, "functional.silu(self.c_gate(x)) * self.c_fc(x)",
@@ -131,6 +134,8 @@ FAULTS = (
           "        for index, inputs in enumerate(micro_batches[:1] * len(micro_batches)):", GPT2),
     Fault("gradients-not-forgotten", "accumulation", TORCH, "            self._optimizer.zero_grad()\n",
           "            pass\n", GPT2),
+    Fault("masters-gradients-overwritten", "accumulation", MASTERS,
+          "        self._outdated.difference_update(first)\n", "", GPT2_BF16),
     Fault("masters-gradients-not-forgotten", "accumulation", MASTERS,
           "        self._outdated = set(self._masters)", "        self._outdated = set()", GPT2_BF16),
     Fault("gradients-forgotten-in-the-step", "accumulation", TORCH,

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ezpz_llm.certify.type_rules import OperationRules, Types, axes_of, dual, fits, replaced, stamp
 from ezpz_llm.dist.private_names import find
-from ezpz_llm.model import attention_kernels, embedding, loss, tp_collectives
+from ezpz_llm.model import attention_kernels, embedding, gpt, loss, tp_collectives
 from ezpz_llm.model.gpt import Block
 from ezpz_llm.model.parameters import placement_of
 
@@ -55,6 +55,7 @@ _FUNCTIONS: dict[Any, Callable[..., Signature | None]] = {
     loss._ChunkedLoss: lambda hidden, weight, targets, options: _loss_signature(options.columns, R, V, I),
     embedding._Lookup: lambda *inputs: None,
     attention_kernels._BlockwiseAttention: lambda *inputs: None,
+    gpt._Rotate: lambda *inputs: None,
 }
 """Functions that map arguments to a signature; None for a function that does not communicate."""
 

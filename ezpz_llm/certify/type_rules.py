@@ -49,7 +49,7 @@ class OperationRules(TorchFunctionMode):
             torch.distributed.all_reduce: self._all_reduce, torch.distributed.all_gather: self._all_gather,
             foreach_norm: self._norms, foreach_div_: self._divide, foreach_copy_: _rule_of_writes(foreach_copy_),
             torch.Tensor.__getitem__: self._slice, torch.Tensor.__setitem__: _assign, torch.Tensor.copy_: _copy,
-            torch.sparse_coo_tensor: _make_sparse,
+            torch.sparse_coo_tensor: _make_sparse, torch.addcmul: _addcmul,
             **{cast: _rule_of_casts(cast) for cast in _CASTS},
             **{make: self._rule_of_memory(make) for make in _UNINITIALIZED}}
 
@@ -189,6 +189,10 @@ def _make_sparse(index: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Te
 def _copy(tensor: Tensor, source: Tensor, *args: Any) -> Tensor:
     _overwrite(tensor, spmd.get_local_type(source))
     return unchecked(torch.Tensor.copy_, tensor, source, *args)
+
+
+def _addcmul(tensor: Tensor, first: Tensor, second: Tensor, *, value: float = 1, out: Tensor) -> Tensor:
+    return _copy(out, tensor + first * second * value)  # by the library, which does not know that addcmul is linear
 
 
 def _assign(tensor: Tensor, key: Any, value: Any) -> None:

@@ -70,6 +70,8 @@ class TorchEngine(MicroStepEngine):
     def backward(self, loss: Tensor) -> None:
         """Accumulate the micro-batch's gradients, divided by the accumulation steps, times the loss scale."""
         (loss / self.batch.accumulation * self._loss_factor).backward()
+        if self.masters is not None:
+            self.masters.finish_backward()
 
     def step(self, lr: float | None) -> Tensor:
         """Clip gradients and step the optimizer; return the global norm (0-d), Inf for a skipped fp16 step."""

@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -63,10 +65,37 @@ def rotation_tables(length: int, frequencies: Tensor, first: int = 0) -> Rotatio
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each pair (i, i + D/2) of (B, H, T, D) by its angle; computes in fp32, returns the input's dtype."""
-    cos, sin = rotation
+    """Rotate each pair (i, i + D/2) of (B, T, H, D) by its angle; computes in fp32, returns the input's dtype."""
+    cos, sin = (part[:, None] for part in rotation)
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(x, cos, sin)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+
+
+class _Rotate(torch.autograd.Function):
+    """`rotate` in eager mode: a third of the memory traffic, no fp32 copy of x, and only the angles are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the rotated (B, T, H, D)."""
+        ctx.save_for_backward(cos, sin)
+        return _rotate_halves(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Rotate the gradient back."""
+        cos, sin = ctx.saved_tensors
+        return _rotate_halves(grad, cos, -sin), None, None
+
+
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    result = torch.empty_like(x)
+    (first, second), (rotated_first, rotated_second) = x.chunk(2, dim=-1), result.chunk(2, dim=-1)
+    torch.addcmul(first * cos, second, sin, value=-1, out=rotated_first)
+    torch.addcmul(second * cos, first, sin, out=rotated_second)
+    return result
 
 
 class LayerNorm(nn.LayerNorm):
@@ -159,15 +188,17 @@ class Attention(nn.Module):
             rotation: None with learned positions.
             mask: document mask, if any (`document_mask.py`).
         """
-        heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
-        kv_heads = heads.shape[1] // (self.queries_per_kv + 2)
-        q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)
+        heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 H_kv, D)
+        kv_heads = heads.shape[2] // (self.queries_per_kv + 2)
+        q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2)
         if self.qk_norm == "head":
             q, k = _normalize(self.q_head_norm, q), _normalize(self.k_head_norm, k)
         elif self.qk_norm == "width":
             q, k = _normalize_width(self.q_width_norm, q), _normalize_width(self.k_width_norm, k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        # Transpose last: kernels keep this layout, so that neither their outputs nor their gradients are copied.
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         return self.drop(self.c_proj(self.product(q, k, v, *mask).transpose(1, 2).flatten(2)))
 
 
@@ -177,9 +208,8 @@ def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _normalize_width(norm: nn.Module, x: Tensor) -> Tensor:
-    """Normalize over all heads of a token, (B, H, T, D)."""
-    heads = x.transpose(1, 2)
-    return _normalize(norm, heads.flatten(2)).unflatten(-1, heads.shape[2:]).transpose(1, 2)
+    """Normalize over all heads of a token, (B, T, H, D)."""
+    return _normalize(norm, x.flatten(2)).unflatten(-1, x.shape[2:])
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if options.z_loss or options.columns.ranks > 1:
                     factor = torch.exp(lse - normalizer) * (1 + 2 * options.z_loss * normalizer)
                 gradients.add(part, buffer.gradient(logits, lse, factor, index, inside), rows, cast, counted[part])
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.compiled = weight.dtype, options.compiled
         ctx.save_for_backward(gradients.hidden, gradients.weight,
                               counted.sum() if options.reduction == "mean" else None)
         loss = reduced(losses, targets, options.reduction)
@@ -176,8 +176,12 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden, weight, divisor = ctx.saved_tensors
         scale = grad if divisor is None else grad / divisor
         # In place, since nothing else uses these tensors. Autograd would detect a second backward pass.
-        return (None if hidden is None else hidden.mul_(scale),
-                None if weight is None else weight.mul_(scale).to(ctx.weight_dtype), None, None)
+        if hidden is not None:
+            hidden.mul_(scale)
+        if weight is not None:
+            weight = (_compiled(_scaled)(weight, scale, ctx.weight_dtype) if ctx.compiled
+                      else weight.mul_(scale).to(ctx.weight_dtype))
+        return hidden, weight, None, None
 
 
 class _Buffer:
@@ -187,8 +191,11 @@ class _Buffer:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
         self._chosen = torch.empty(tokens, device=device)
         self._rows = min(tokens, max(1, _CACHED // columns)) if device.type == "cpu" else tokens
-        # On CPU, allocating memory of this size would take as long as the computation.
-        self._softmax = torch.empty(self._rows, columns) if device.type == "cpu" else None
+
+    @functools.cached_property
+    def _softmax(self) -> Tensor:
+        """Memory for a block in fp32; allocating it for each block would take as long as the computation."""
+        return torch.empty(self._rows, self.logits.shape[1])
 
     def normalizer(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
         """Return the log-sum-exp (n) of logits (n, V/R) in fp32; with `gradients`, overwrite logits by softmax."""
@@ -196,14 +203,17 @@ class _Buffer:
         for start in range(0, len(logits), self._rows):
             rows = slice(start, start + self._rows)
             block = logits[rows]
-            largest = block.amax(dim=-1).float()
-            if self._softmax is None:
-                softmax = torch.softmax(block, dim=-1, dtype=torch.float32)
-            else:
+            if block.device.type == "cpu":
+                largest = block.amax(dim=-1).float()
                 softmax = self._softmax[:len(block)].copy_(block)
                 torch.softmax(softmax, dim=-1, out=softmax)
-            # The largest probability is at least 1 / columns, so its logarithm does not underflow.
-            result[rows] = largest - softmax.amax(dim=-1).log()
+                highest = softmax.amax(dim=-1)
+            else:  # one pass less, but slower on CPU
+                softmax = torch.softmax(block, dim=-1, dtype=torch.float32)
+                highest, column = softmax.max(dim=-1)
+                largest = block.gather(1, column[:, None])[:, 0].float()
+            # The highest probability is at least 1 / columns, so its logarithm does not underflow.
+            result[rows] = largest - highest.log()
             if gradients:
                 chosen[rows] = softmax.gather(1, index[rows, None])[:, 0]
                 block.copy_(softmax)
@@ -236,8 +246,10 @@ class _CompiledBuffer(_Buffer):
         """Return the log-sum-exp (n) of logits (n, V/R); with `gradients`, overwrite logits by softmax."""
         if not gradients:
             return _compiled(_normalizer)(logits)
-        result, chosen = _compiled(_softmax_in_place)(logits, index)
-        self._chosen[:len(logits)] = chosen
+        # Outside of the compiled function, which would be two kernels with it.
+        chosen = logits.gather(1, index[:, None])[:, 0].float()
+        result = _compiled(_softmax_in_place)(logits)
+        torch.exp(chosen - result, out=self._chosen[:len(logits)])
         return result
 
 
@@ -251,15 +263,21 @@ def _normalizer(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits.float(), dim=-1)
 
 
-def _softmax_in_place(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Overwrite logits (n, V/R) by their softmax.
+def _softmax_in_place(logits: Tensor) -> Tensor:
+    """Overwrite logits (n, V/R) by their softmax; return their log-sum-exp (n).
 
-    Return the log-sum-exp (n), and the softmax of columns `index` (n).
+    In this form, inductor computes the maximum and the sum in one pass, and the softmax in a second one.
     """
-    normalizer = _normalizer(logits)
-    chosen = torch.exp(logits.gather(1, index[:, None])[:, 0].float() - normalizer)
-    logits.copy_(torch.exp(logits.float() - normalizer[:, None]))
-    return normalizer, chosen
+    wide = logits.float()
+    largest = wide.amax(dim=-1, keepdim=True)
+    exponentials = torch.exp(wide - largest)
+    total = exponentials.sum(dim=-1, keepdim=True)
+    logits.copy_(exponentials / total)
+    return (largest + total.log())[:, 0]
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (gradient * scale).to(dtype)
 
 
 class _Gradients:

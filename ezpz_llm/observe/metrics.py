@@ -8,7 +8,8 @@ Fields of a line:
 - `mfu` if the device's peak is known
 - `val_loss`, `val_tokens`, `hellaswag_acc`, `hellaswag_acc_norm` on steps with such an evaluation
 - `lr_G`, `grad_norm_G`, `update_ratio_G` (norm of the update / norm of the parameters) for the groups G `decayed`
-  and `others`, on the first step and every `--log-every` steps
+  and `others`, on the first step and every `--log-every` steps. On ranks with more than 2^28 weights,
+  `update_ratio_G` is an estimate from evenly spaced rows.
 - `skipped` on steps without a parameter update
 - metrics of callbacks, under their own names
 

@@ -79,6 +79,21 @@ def test_gradients_of_micro_steps_are_added_in_fp32(tmp_path) -> None:
     assert engine.step(0.0) == 0, "a parameter that no backward pass reached has a gradient of an earlier step"
 
 
+def test_gradients_of_a_part_of_the_model_are_added_in_fp32(tmp_path) -> None:
+    """Gradients of a bucket are added when the backward pass has computed all of them, or at its end."""
+    engine = make(tmp_path)
+    assert engine.masters is not None
+    gain = engine.module.transformer["ln_f"].weight
+    factors = torch.linspace(1, 2, len(gain)).bfloat16()
+    for number in range(MICRO_STEPS):
+        engine.backward((gain * factors * 0.01 ** number).sum())
+        assert gain.grad is None
+    parts = [(factors * 0.01 ** number / MICRO_STEPS).bfloat16().float() for number in range(MICRO_STEPS)]
+    torch.testing.assert_close(engine.masters[gain].grad, sum(parts, torch.zeros(len(gain))), rtol=1e-2, atol=0)
+    assert not torch.equal(engine.masters[gain].grad, engine.masters[gain].grad.bfloat16().float())
+    assert engine.step(0.0).item() == pytest.approx(engine.masters[gain].grad.norm().item(), rel=1e-6)
+
+
 def test_steps_smaller_than_a_rounding_are_kept_by_the_masters(tmp_path) -> None:
     engine = make(tmp_path)
     first = masters(engine)

@@ -24,10 +24,13 @@ WITHIN_NODES = ("fsdp2_within2", "zero3_hpz2")
 def results(links: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("traffic")
     runs = possible([f"{precision}:{layout}" for layout in LAYOUTS for precision in ("bf16", "bf16_autocast")])
-    ranks = [links.start(sys.executable, PROGRAM, folder, *runs, cwd=folder, node=links.nodes[rank // PER_NODE],
-                         RANK=str(rank), WORLD_SIZE=str(NODES * PER_NODE), LOCAL_RANK=str(rank % PER_NODE),
-                         LOCAL_WORLD_SIZE=str(PER_NODE), GROUP_RANK=str(rank // PER_NODE), OMP_NUM_THREADS="1",
-                         MASTER_ADDR="10.77.0.1", MASTER_PORT="29800", GLOO_SOCKET_IFNAME="eth0") for rank in range(NODES * PER_NODE)]
+    shared = {"WORLD_SIZE": str(NODES * PER_NODE), "LOCAL_WORLD_SIZE": str(PER_NODE), "MASTER_ADDR": "10.77.0.1",
+              "MASTER_PORT": "29800", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for rank in range(NODES * PER_NODE):
+        node, local_rank = divmod(rank, PER_NODE)
+        ranks.append(links.start(sys.executable, PROGRAM, folder, *runs, cwd=folder, node=links.nodes[node], **shared,
+                                 RANK=str(rank), LOCAL_RANK=str(local_rank), GROUP_RANK=str(node)))
     for done in [links.finish(rank, timeout=1500) for rank in ranks]:
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return Results(json.loads((folder / "results.json").read_text()))

@@ -22,12 +22,13 @@ class QKNormAttention(gpt.Attention):
         self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, rotation: gpt.Rotation | None) -> Tensor:
-        heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        kv_heads = heads.shape[1] // (self.queries_per_kv + 2)
-        q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)
+        heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim))
+        kv_heads = heads.shape[2] // (self.queries_per_kv + 2)
+        q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2)
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = gpt.rotate(q, rotation), gpt.rotate(k, rotation)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         return self.drop(self.c_proj(self.product(q, k, v).transpose(1, 2).flatten(2)))
 
 
