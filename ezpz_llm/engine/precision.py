@@ -45,15 +45,15 @@ def parameter_dtype(precision: str) -> torch.dtype:
 
 
 def native_precision(device: torch.device, layout: Layout) -> str:
-    """Return the precision for "auto": fp32 on devices without bf16 matmuls, else bf16 or bf16_autocast.
+    """Return the precision for "auto": bf16, bf16_autocast if the layout's engine does not support bf16, or fp32.
 
-    GPUs use bf16, as in other trainers, or bf16_autocast if the layout's engine does not support bf16. CPUs use
-    bf16_autocast, since bf16 is not measured yet on a CPU with bf16 units.
+    Devices without bf16 matmuls use fp32. On CPUs with them, bf16 has 0.98 of the speed of bf16_autocast
+    (benchmarks/README.md, 2026-11-27).
     """
     support = DEVICES[device.type].bf16
     if support != "yes" and not (support == "ask" and _BF16_UNITS[device.type]()):
         return "fp32"
-    return "bf16" if device.type != "cpu" and supports_masters(RECIPES["bf16"], layout) else "bf16_autocast"
+    return "bf16" if supports_masters(RECIPES["bf16"], layout) else "bf16_autocast"
 
 
 _BF16_UNITS: dict[str, Callable[[], bool]] = {

@@ -52,7 +52,7 @@ class TrainConfig:
     nvme_path: str | None = _value(None, "folder on each node's local disk for the files of zero3_nvme (default: "
                                          "the run directory)")
     precision: Literal["auto", "fp32", "tf32", "bf16", "bf16_autocast", "fp16", "fp16_autocast"] = _value(
-        "auto", "auto is bf16 on GPUs that support it, bf16_autocast on CPUs that support it, else fp32")
+        "auto", "auto is bf16 on devices that support it (bf16_autocast if the layout does not), else fp32")
     grad_accum_dtype: Literal["fp32", "bf16"] = _value(
         "fp32", "dtype in which micro-steps accumulate gradients; bf16 requires ZeRO and --precision bf16")
     reduce_dtype: Literal["fp32", "bf16"] = _value(

@@ -29,8 +29,8 @@ def results(links: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     ranks = []
     for rank in range(NODES * PER_NODE):
         node, local_rank = divmod(rank, PER_NODE)
-        ranks.append(links.start(sys.executable, PROGRAM, folder, *runs, cwd=folder, node=links.nodes[node], **shared,
-                                 RANK=str(rank), LOCAL_RANK=str(local_rank), GROUP_RANK=str(node)))
+        ranks.append(links.start(sys.executable, PROGRAM, folder, *runs, cwd=folder, node=links.nodes[node],
+                                 RANK=str(rank), LOCAL_RANK=str(local_rank), GROUP_RANK=str(node), **shared))
     for done in [links.finish(rank, timeout=1500) for rank in ranks]:
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return Results(json.loads((folder / "results.json").read_text()))

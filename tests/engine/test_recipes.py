@@ -136,7 +136,7 @@ def test_gradients_are_accumulated_and_reduced_in_the_requested_dtypes(results: 
 @pytest.mark.parametrize(("device", "has_bf16", "ds_config", "precision"), [
     ("cuda", True, "zero1", "bf16"), ("cuda", True, "pp2", "bf16"), ("cuda", True, "zero0", "bf16_autocast"),
     ("cuda", False, "zero1", "fp32"), ("xpu", True, "fsdp2", "bf16"), ("mps", True, "ddp", "fp32"),
-    ("cpu", True, "zero1", "bf16_autocast"), ("cpu", False, "zero1", "fp32")])
+    ("cpu", True, "zero1", "bf16"), ("cpu", True, "zero0", "bf16_autocast"), ("cpu", False, "zero1", "fp32")])
 def test_auto_precision(monkeypatch: pytest.MonkeyPatch, device: str, has_bf16: bool, ds_config: str,
                          precision: str) -> None:
     monkeypatch.setitem(_BF16_UNITS, device, lambda: has_bf16)
