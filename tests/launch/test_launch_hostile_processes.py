@@ -19,7 +19,6 @@ from places import TESTS
 from slowness import scaled
 
 from ezpz_llm.launch.cleanup import end_marked
-from ezpz_llm.launch.node import processes
 from ezpz_llm.launch.node.folder import agent_pids, parse_heartbeat, remove
 from ezpz_llm.launch.node.processes import ProcessIdentity, list_processes, marked_processes, read_descendants
 
@@ -123,23 +122,6 @@ def test_a_hostile_rank_is_a_ranks(tmp_path: Path, tag: str, run_id: str) -> Non
         assert {process.rank for process in ours} == {0, None}
         assert not any(process.is_shim for process in processes)
         end_marked(run_id, within_s=scaled(10))
-
-
-def test_newer_processes_are_read_first() -> None:
-    """Also if their ids are smaller, because the kernel started again at its smallest one."""
-    pids = []
-    for _ in range(3):
-        child = subprocess.Popen(["sleep", "600"])
-        pids.append(child.pid)
-    try:
-        order = list(processes._newest_first())
-        places = [order.index(pid) for pid in pids]
-        assert places == sorted(places, reverse=True)
-        assert places[0] < order.index(os.getpid())
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 def test_descendants_are_those_of_a_whole_look() -> None:

@@ -52,7 +52,7 @@ def marked_processes(run_id: str) -> Iterator[Process]:
     """
     marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
     uid, own_pid = os.getuid(), os.getpid()
-    for pid in _newest_first():
+    for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         try:
             if pid == own_pid or os.stat(f"/proc/{pid}").st_uid != uid:
                 continue
@@ -62,20 +62,6 @@ def marked_processes(run_id: str) -> Iterator[Process]:
         except OSError:
             # The process has just ended, or is not readable.
             continue
-
-
-def _newest_first() -> Iterator[int]:
-    """Yield all process ids, which the kernel assigns in ascending order until it starts again at the smallest."""
-    newest = _newest_pid()
-    listed = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    # Listing thousands of processes takes several milliseconds, in which further ones start.
-    yield from range(_newest_pid() + _NEW_PIDS, newest, -1)
-    yield from sorted(listed, key=lambda pid: (newest - pid) % _MAX_PIDS)
-
-
-def _newest_pid() -> int:
-    """Return the id of the node's newest process."""
-    return int(Path("/proc/loadavg").read_text().split()[-1])
 
 
 def _read(pid: int, variables: list[bytes]) -> Process:
@@ -137,10 +123,6 @@ def find_ancestor(processes: list[Process]) -> Process:
 
 _POLL_S = 0.02
 _EMPTY_SCANS = 2
-_NEW_PIDS = 4
-"""Process ids above the newest one that a scan also reads."""
-_MAX_PIDS = 2 ** 22
-"""Maximum of Linux's pid_max."""
 
 
 class ProcessIdentity(NamedTuple):
