@@ -73,7 +73,7 @@ TIMEOUT_S = 1800
 def arguments(work: str, rung: Rung, steps: int) -> list[str]:
     """Return the rung's options for `ezpz_llm.train`; later options override earlier ones.
 
-    A rung outside of the ladder is on top of it.
+    A rung that is not in `RUNGS` is added to the whole ladder.
     """
     end = RUNGS.index(rung) if rung in RUNGS else len(RUNGS)
     before = [one for one in RUNGS[:end] if not one.alone]
@@ -148,8 +148,9 @@ def in_a_process(words: list[str], program: Path = Path(__file__)) -> dict[str, 
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
+        paths = [str(program.resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         done = subprocess.run([sys.executable, program, "--measure", str(out), "--", *words], capture_output=True,
-                              env={**os.environ, "PYTHONPATH": str(program.resolve().parents[1])}, text=True,
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, text=True,
                               timeout=TIMEOUT_S, check=False)
         if not out.exists():
             raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")

@@ -3,7 +3,8 @@
 Both checkouts train the ladder's small model on the same samples without compilation: the other one with
 --other-precision, and this one with each of --precisions. Each run is a separate process (ladder.py). Rounds
 alternate between all runs, in rotating order, so that other load on the machine affects all equally. Ratios are of
-runs of the same round: tokens per CPU second of this checkout, divided by the other's.
+runs of the same round: tokens per CPU second, divided by those of the other checkout, and by those of the first of
+--precisions.
 """
 
 from __future__ import annotations
@@ -30,12 +31,10 @@ def tokens_per_cpu_second(run: dict[str, Any]) -> float:
     return run["tokens"] / statistics.median(run["cpu_s"])
 
 
-def summary(rates: list[float], others: list[float]) -> dict[str, Any]:
-    """Return all rates in tokens per CPU second, their median, and the median and quartiles of the ratios."""
-    ratios = [one / other for one, other in zip(rates, others, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return {"tokens_per_cpu_second": rates, "median": statistics.median(rates), "ratio": quartiles[1],
-            "ratio_quartiles": [quartiles[0], quartiles[2]]}
+def quartiles(rates: list[float], others: list[float]) -> list[float]:
+    """Return the quartiles of the ratios of two runs in the same round; the second one is the median."""
+    ratios = [rate / other for rate, other in zip(rates, others, strict=True)]
+    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 
 
 def main() -> int:
@@ -59,17 +58,21 @@ def main() -> int:
             environment = run["environment"] if name != "other" else environment
             rates[name].append(tokens_per_cpu_second(run))
         print(f"round {number + 1}: " + ", ".join(f"{name} {rates[name][-1]:.0f}" for name in runs), flush=True)
-    found = {name: summary(rates[name], rates["other"]) for name in runs}
-    for name, one in found.items():
-        low, high = one["ratio_quartiles"]
-        print(f"{name}: {one['median']:.0f} tokens per CPU second, {one['ratio']:.3f} of the other checkout's "
-              f"({low:.3f} to {high:.3f})")
+    first = given.precisions[0]
+    results = {name: {"tokens_per_cpu_second": rates[name], "median": statistics.median(rates[name]),
+                      "ratio_to_other": quartiles(rates[name], rates["other"]),
+                      f"ratio_to_{first}": quartiles(rates[name], rates[first])} for name in runs}
+    for name, result in results.items():
+        ratios = (f"{median:.3f} ({low:.3f} to {high:.3f})" for low, median, high in
+                  (result["ratio_to_other"], result[f"ratio_to_{first}"]))
+        print(f"{name}: {result['median']:.0f} tokens per CPU second; ratio to the other checkout and to {first}: "
+              + ", ".join(ratios))
     if given.out:
         write_json(given.out, {
             "command": " ".join(["python3", "benchmarks/two_checkouts.py", *sys.argv[1:]]),
             "date": datetime.date.today().isoformat(), "device": environment["device"],
             "threads": environment["threads"], "versions": environment["versions"],
-            "options": " ".join(options("PRECISION", given.steps)), "runs": found})
+            "options": " ".join(options("PRECISION", given.steps)), "runs": results})
     return 0
 
 

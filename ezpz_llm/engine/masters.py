@@ -83,7 +83,7 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
         return [{**group, "params": [self[parameter] for parameter in group["params"]]} for group in groups]
 
     def finish_backward(self) -> None:
-        """Add the gradients of buckets of which the backward pass did not reach all parameters."""
+        """Add the gradients of incomplete buckets."""
         for bucket in self._buckets:
             self._add(bucket)
 
@@ -119,7 +119,7 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
         """Add the computed gradients of a bucket to those of the master weights, and free them."""
         first = [parameter for parameter in bucket.computed if parameter in self._outdated]
         if first:
-            # Overwriting takes less than half the memory traffic of clearing and adding. On GPUs, it is one kernel.
+            # Overwriting takes less than half the memory traffic of clearing and adding.
             totals = [self._gradient(parameter) for parameter in first]
             foreach_copy_(totals, [parameter.grad for parameter in first])
         for parameter in bucket.computed:

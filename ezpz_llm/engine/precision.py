@@ -45,10 +45,10 @@ def parameter_dtype(precision: str) -> torch.dtype:
 
 
 def native_precision(device: torch.device, layout: Layout) -> str:
-    """Return the precision for "auto": bf16, bf16_autocast if the layout's engine does not support bf16, or fp32.
+    """Return the precision for "auto": bf16, bf16_autocast, or fp32.
 
-    Devices without bf16 matmuls use fp32. On CPUs with them, bf16 has 0.98 of the speed of bf16_autocast
-    (benchmarks/README.md, 2026-11-27).
+    Devices without bf16 matmuls use fp32, and layouts whose engine does not support bf16 use bf16_autocast. On
+    CPUs, both have the same speed (benchmarks/README.md, 2026-11-27).
     """
     support = DEVICES[device.type].bf16
     if support != "yes" and not (support == "ask" and _BF16_UNITS[device.type]()):

@@ -74,7 +74,10 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """`rotate` in eager mode: a third of the memory traffic, no fp32 copy of x, and only the angles are saved."""
+    """`rotate` in eager mode, without an fp32 copy of x.
+
+    It takes a third of the memory traffic, and saves only the angles.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

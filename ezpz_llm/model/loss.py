@@ -112,7 +112,7 @@ def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, redu
     Args:
         chunk: tokens per chunk.
         z_loss, columns: as in `cross_entropy`.
-        compiled: True to process logits with two kernels of torch.compile, instead of one kernel per operation.
+        compiled: True to process logits with a kernel of torch.compile, instead of one kernel per operation.
     """
     kind = hidden.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # not on the meta device
@@ -173,14 +173,16 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Return the gradients of hidden states and weight, which the forward pass has computed."""
         hidden, weight, divisor = ctx.saved_tensors
         scale = grad if divisor is None else grad / divisor
         # In place, since nothing else uses these tensors. Autograd would detect a second backward pass.
         if hidden is not None:
             hidden.mul_(scale)
-        if weight is not None:
-            weight = (_compiled(_scaled)(weight, scale, ctx.weight_dtype) if ctx.compiled
-                      else weight.mul_(scale).to(ctx.weight_dtype))
+        if weight is not None and ctx.compiled and weight.dtype != ctx.weight_dtype:
+            weight = _compiled(_scaled)(weight, scale, ctx.weight_dtype)  # one pass for both operations
+        elif weight is not None:
+            weight = weight.mul_(scale).to(ctx.weight_dtype)
         return hidden, weight, None, None
 
 
@@ -194,7 +196,10 @@ class _Buffer:
 
     @functools.cached_property
     def _softmax(self) -> Tensor:
-        """Memory for a block in fp32; allocating it for each block would take as long as the computation."""
+        """Memory for a block in fp32.
+
+        Allocating it for each block would take as long as the computation.
+        """
         return torch.empty(self._rows, self.logits.shape[1])
 
     def normalizer(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:

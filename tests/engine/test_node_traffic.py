@@ -46,18 +46,22 @@ def by_group(rows: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_traffic_in_bf16_is_half_of_autocasts_in_every_group(results: dict[str, Any], layout: str) -> None:
+def test_gathers_sums_and_sends_in_bf16_are_half_of_autocasts(results: dict[str, Any], layout: str) -> None:
     """Gathered parameters, sums of tensor-parallel ranks, and sends between stages, on each rank."""
     for low_rows, wide_rows in zip(results[f"bf16:{layout}"], results[f"bf16_autocast:{layout}"], strict=True):
         low, wide = by_group(low_rows), by_group(wide_rows)
         gathers = {key for key in wide if key[0] == "all_gather" and key[1] != "tp"}
-        assert gathers or layout == "ddp"
+        assert bool(gathers) == (layout != "ddp")
         halves = gathers | {key for key in wide if key == ("all_reduce", "tp")}
         assert {key: 2 * low[key] for key in halves} == {key: wide[key] for key in halves}
         sent = {key for key in wide if key[0] in ("send", "recv")}
         assert bool(sent) == (layout in ("pp2", "pp2_tp2", "3d"))
         # With tensor parallelism, DeepSpeed also sends the shapes of the parts as integers.
-        assert all(low[key] <= 0.51 * wide[key] for key in sent)
+        assert all(0.5 * wide[key] <= low[key] <= 0.51 * wide[key] for key in sent)
+        # ddp reduces gradients once per step in fp32, and autocast also exchanges heads in bf16.
+        equal = [("all_reduce", "dp")] if layout == "ddp" else [("all_to_all", "sp")]
+        assert [low[key] for key in equal] == [wide[key] for key in equal]
+        assert bool(low[equal[0]]) == (layout in ("ddp", "sp2"))
 
 
 @pytest.mark.full

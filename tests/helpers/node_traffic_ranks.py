@@ -27,7 +27,7 @@ AXES = ("tp", "sp", "pp", "dp")
 
 
 class Traffic(CollectiveMode):
-    """Bytes of collectives between ranks by phase, kind and ranks of the group, without single numbers."""
+    """Bytes of collectives by phase, kind, and ranks, without single numbers."""
 
     def __init__(self) -> None:
         super().__init__()
