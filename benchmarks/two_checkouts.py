@@ -37,6 +37,11 @@ def quartiles(rates: list[float], others: list[float]) -> list[float]:
     return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 
 
+def format_ratio(values: list[float]) -> str:
+    """Format a median, with the other quartiles in parentheses."""
+    return f"{values[1]:.3f} ({values[0]:.3f} to {values[2]:.3f})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", type=Path, required=True, help="the other checkout")
@@ -63,10 +68,8 @@ def main() -> int:
                       "ratio_to_other": quartiles(rates[name], rates["other"]),
                       f"ratio_to_{first}": quartiles(rates[name], rates[first])} for name in runs}
     for name, result in results.items():
-        ratios = (f"{median:.3f} ({low:.3f} to {high:.3f})" for low, median, high in
-                  (result["ratio_to_other"], result[f"ratio_to_{first}"]))
-        print(f"{name}: {result['median']:.0f} tokens per CPU second; ratio to the other checkout and to {first}: "
-              + ", ".join(ratios))
+        print(f"{name}: {result['median']:.0f} tokens per CPU second; ratio to the other checkout "
+              f"{format_ratio(result['ratio_to_other'])}, to {first} {format_ratio(result[f'ratio_to_{first}'])}")
     if given.out:
         write_json(given.out, {
             "command": " ".join(["python3", "benchmarks/two_checkouts.py", *sys.argv[1:]]),
