@@ -8,8 +8,10 @@ ways that round differently (with and without AVX2).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,10 @@ TILE = (64, 512)
 """Rows and columns per generator. Creating a generator takes 20 us, drawing its 32,768 values 250 us. For common
 model widths, shards across 64 data-parallel or 8 tensor-parallel ranks are multiples of a tile."""
 
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 22
 """Approximate number of elements that `fill` draws at once; a rank needs memory for them besides its own part."""
+_TILES_PER_THREAD = 8
+"""Minimum number of tiles for which starting a thread is worthwhile."""
 
 Values = Callable[[str, Box], torch.Tensor]
 """Function of a parameter's plain name and a box that returns values in the box's shape, in fp32 on CPU."""
@@ -127,8 +131,9 @@ def _draw_normal(columns: int, box: Box, seed: int) -> torch.Tensor:
     (top, bottom), (left, right) = box
     height, width = TILE
     result = np.empty((bottom - top, right - left), dtype=np.float32)
-    for first in range(top // height * height, bottom, height):
-        for side in range(left // width * width, right, width):
+
+    def draw(corners: list[tuple[int, int]]) -> None:
+        for first, side in corners:
             number = first // height * -(-columns // width) + side // width
             generator = np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))
             # Values are drawn row by row, so rows below the box can be omitted, and a matrix with more rows (padded
@@ -138,6 +143,15 @@ def _draw_normal(columns: int, box: Box, seed: int) -> torch.Tensor:
             low, near, far = max(first, top), max(side, left), min(side + width, right)
             result[low - top:first + len(tile) - top, near - left:far - left] = \
                 tile[low - first:, near - side:far - side]
+
+    corners = list(itertools.product(range(top // height * height, bottom, height),
+                                     range(left // width * width, right, width)))
+    threads = min(torch.get_num_threads(), len(corners) // _TILES_PER_THREAD)
+    if threads > 1:  # NumPy draws without holding Python's lock
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw, (corners[number::threads] for number in range(threads))))
+    else:
+        draw(corners)
     return torch.from_numpy(result)
 
 

@@ -297,8 +297,9 @@ class _Gradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.weight = torch.empty_like(weight, dtype=wide) if for_weight else None
         self._rows = max(1, _SUMMED // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
+        self._out_dtype = {"out_dtype": wide} if wide != dtype and _adds_wide_products(weight.device) else {}
         self._cast = None
-        if for_weight and wide != dtype:
+        if for_weight and wide != dtype and not self._out_dtype:
             self._cast = weight.new_empty(min(self._rows, len(weight)), weight.shape[1], dtype=dtype)
         self._empty = True
 
@@ -323,11 +324,18 @@ class _Gradients:
                 block = self.weight[start:start + self._rows]
                 product = torch.mm(logits[:, start:start + self._rows].t(), rows, out=self._cast[:len(block)])
                 block.copy_(product) if self._empty else block.add_(product)
-        elif self._empty:
-            torch.mm(logits.t(), rows, out=self.weight)
         else:
-            torch.addmm(self.weight, logits.t(), rows, out=self.weight)
+            beta = 0 if self._empty else 1
+            torch.addmm(self.weight, logits.t(), rows, beta=beta, out=self.weight, **self._out_dtype)
         self._empty = False
+
+
+def _adds_wide_products(device: torch.device) -> bool:
+    """Return True if `torch.addmm` can add a product of 16-bit matrices to an fp32 matrix.
+
+    It can since torch 2.8 on NVIDIA GPUs. In ROCm builds it returned wrong values before torch 2.10.
+    """
+    return device.type == "cuda" and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 class Head(nn.Linear):
