@@ -305,7 +305,7 @@ def _slices(state: EngineState) -> Iterable[Slice]:
         raise UserError("some parameters of the model are missing in the optimizer, so they would not be trained: "
                         f"{shorten_value(', '.join(state.frozen))}", where="the engine",
                         instead="report this bug with the run's layout.json", exit_code=1)
-    return state.slices()
+    return state.raw_slices()  # without fp32 copies of 8-bit moments, which would be kept until the step
 
 
 def _group(piece: Slice) -> str:

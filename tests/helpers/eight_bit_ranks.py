@@ -3,7 +3,8 @@
     mpiexec -n 2 python3 tests/helpers/eight_bit_ranks.py FOLDER ddp zero1 zero2 zero3 fsdp2
 
 Rank 0 writes FOLDER/results.json. For each layout: the losses, the losses after a resume (under the same layout and
-under ddp with fp32 moments) next to those without a resume, and the bytes of both moments.
+under ddp with fp32 moments) next to those without a resume, the bytes of both moments, and the number of moments that
+are copied to fp32 to measure a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tensor_parallel_ranks import ACCUMULATION, BLOCK, CLIP, GLOBAL_BATCH, VOCABULARY, train
@@ -22,6 +24,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
+from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.init import decay_groups
@@ -53,6 +56,14 @@ def values(engine: Engine) -> list[torch.Tensor]:
     return [tensor.clone() for piece in engine.training_state().slices() for tensor in piece.tensors.values()]
 
 
+def fp32_copies(engine: Engine) -> int:
+    """Return the number of tensors whose moments are copied to fp32 to measure the norms of a step."""
+    spec = type(OPTIMIZERS["adamw_8bit"])
+    with mock.patch.object(spec, "in_fp32", autospec=True, side_effect=spec.in_fp32) as copied:
+        engine.step_skip.measure(engine.training_state())
+    return copied.call_count
+
+
 def examine(dist: Dist, layout: str, folder: Path) -> dict[str, Any]:
     plain = make(dist, layout, "adamw")
     expected = train(plain, dist, 0, 6)[0]
@@ -63,6 +74,7 @@ def examine(dist: Dist, layout: str, folder: Path) -> dict[str, Any]:
     saved = checkpoint.save(engine, dist, RunDir(folder / layout), checkpoint.Progress(step=3))
     result: dict[str, Any] = {"plain": expected, "bytes": [state_bytes(engine), plain_bytes],
                               "reading changes nothing": all(map(torch.equal, before, twice))}
+    result["fp32 copies"] = fp32_copies(engine)
     ahead = train(engine, dist, 3, 6)[0]
     for other, optimizer in ((layout, "adamw_8bit"), ("ddp", "adamw")):
         engine = make(dist, other, optimizer, seed=8)
