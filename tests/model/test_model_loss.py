@@ -242,3 +242,17 @@ def test_half_precision_loses_no_gradient_to_the_number_of_tokens():
         head(x, targets).backward()
     # The gradient of a token that is never a target is its mean probability.
     assert (head.weight.grad[1:].norm(dim=-1) > 0).all()
+
+
+@pytest.mark.gpu
+def test_weight_gradient_is_not_rounded_between_chunks_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    hidden, logits = (torch.randn(128, width, device="cuda").bfloat16() for width in (64, 512))
+    weight = torch.empty(512, 64, device="cuda", dtype=torch.bfloat16)
+    gradients = module._Gradients(hidden, weight, torch.bfloat16, for_hidden=False, for_weight=True)
+    for start in range(0, 128, 32):
+        part = slice(start, start + 32)
+        gradients.add(part, logits[part], hidden[part], weight, torch.ones(32, dtype=torch.bool, device="cuda"))
+    expected = logits.double().t() @ hidden.double()
+    assert (gradients.weight - expected).norm() <= 1e-5 * expected.norm()
