@@ -185,7 +185,9 @@ def kernel_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any
 def products_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> tuple[float, bool]:
     """Return the FLOPs of an operator's matmuls, and True if it is flash attention."""
     count = flop_registry.get(func.overloadpacket)
-    flops = count(*args, **kwargs, out_val=found) if count else 0.0
+    # torch's formulas do not accept the argument out_dtype.
+    shaped = [value for value in args if not isinstance(value, torch.dtype)]
+    flops = count(*shaped, **kwargs, out_val=found) if count else 0.0
     attention = func.overloadpacket in _FLASH
     return flops / 2 if attention else flops, attention
 
@@ -227,7 +229,7 @@ def fake_engine(plan: RunPlan) -> Iterator[Engine]:
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "benchmark"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
                 RunDir(Path("unused")))
     with (device_branches(), FakeTensorMode(), mock.patch.object(build, "give_storage", _give_fake_storage),
-          mock.patch.object(build, "load_values")):
+          mock.patch.object(build, "load_values"), mock.patch.object(loss, "adds_wide_products", return_value=True)):
         yield make_engine(plan, dist)
 
 

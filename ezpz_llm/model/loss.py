@@ -297,7 +297,7 @@ class _Gradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.weight = torch.empty_like(weight, dtype=wide) if for_weight else None
         self._rows = max(1, _SUMMED // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
-        self._out_dtype = {"out_dtype": wide} if wide != dtype and _adds_wide_products(weight.device) else {}
+        self._out_dtype = {"out_dtype": wide} if wide != dtype and adds_wide_products(weight.device) else {}
         self._cast = None
         if for_weight and wide != dtype and not self._out_dtype:
             self._cast = weight.new_empty(min(self._rows, len(weight)), weight.shape[1], dtype=dtype)
@@ -330,7 +330,7 @@ class _Gradients:
         self._empty = False
 
 
-def _adds_wide_products(device: torch.device) -> bool:
+def adds_wide_products(device: torch.device) -> bool:
     """Return True if `torch.addmm` can add a product of 16-bit matrices to an fp32 matrix.
 
     It can since torch 2.8 on NVIDIA GPUs. In ROCm builds it returned wrong values before torch 2.10.
