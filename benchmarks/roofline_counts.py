@@ -229,7 +229,8 @@ def fake_engine(plan: RunPlan) -> Iterator[Engine]:
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "benchmark"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
                 RunDir(Path("unused")))
     with (device_branches(), FakeTensorMode(), mock.patch.object(build, "give_storage", _give_fake_storage),
-          mock.patch.object(build, "load_values"), mock.patch.object(loss, "adds_wide_products", return_value=True)):
+          mock.patch.object(build, "load_values"),
+          mock.patch.object(loss, "adds_wide_products", return_value=True)):
         yield make_engine(plan, dist)
 
 

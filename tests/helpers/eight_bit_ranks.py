@@ -3,8 +3,8 @@
     mpiexec -n 2 python3 tests/helpers/eight_bit_ranks.py FOLDER ddp zero1 zero2 zero3 fsdp2
 
 Rank 0 writes FOLDER/results.json. For each layout: the losses, the losses after a resume (under the same layout and
-under ddp with fp32 moments) next to those without a resume, the bytes of both moments, and the number of moments that
-are copied to fp32 to measure a step.
+under ddp with fp32 moments) next to those without a resume, the bytes of both moments, and the number of tensors
+whose moments are copied to fp32 to measure a step.
 """
 
 from __future__ import annotations
