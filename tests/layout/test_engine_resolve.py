@@ -357,3 +357,11 @@ def test_bf16_uses_deepspeeds_bf16_with_fp32_gradients(tmp_path: Path) -> None:
         plain = resolve(Request(layout, world_size=2, precision="bf16_autocast")).for_deepspeed(RunDir(tmp_path))
         assert not {"bf16", "data_types", "communication_data_type"} & plain.keys()
         assert plain["zero_optimization"]["stage"] == int(layout[-1])
+
+
+@pytest.mark.parametrize(("layout", "world_size", "device", "expected"), [
+    ("zero1", 1, "cuda", True), ("zero3", 1, "cuda", True), ("ddp", 1, "cuda", False), ("zero1", 1, "cpu", False),
+    ("zero1", 2, "cuda", False), ("zero3_offload_optimizer", 1, "cuda", False)])
+def test_a_note_suggests_ddp_on_a_single_device(layout: str, world_size: int, device: str, expected: bool) -> None:
+    resolved = resolve(Request(layout, world_size=world_size, device=device))
+    assert any("--ds-config ddp" in note for note in resolved.notes) == expected
