@@ -135,6 +135,7 @@ def test_elements_that_are_not_model_parameters_are_counted():
 
 @pytest.mark.parametrize(("name", "good", "bad"), [
     ("gpt2-124m", (10.95, 10.93, 10.52), (9.9, 11.3, 12.5)), ("llama3-1b", (12.26, 11.78), (11.1, 12.7)),
+    ("llama3-8b", (11.5, 11.96, 12.97), (11.2, 13.3)),
 ])
 def test_the_band_of_a_first_loss(name, good, bad):
     model = get_model_config(name)
