@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,8 +20,15 @@ from places import TESTS
 from slowness import scaled
 
 from ezpz_llm.launch.cleanup import end_marked
+from ezpz_llm.launch.node import processes as module
 from ezpz_llm.launch.node.folder import agent_pids, parse_heartbeat, remove
-from ezpz_llm.launch.node.processes import ProcessIdentity, list_processes, marked_processes, read_descendants
+from ezpz_llm.launch.node.processes import (
+    ProcessIdentity,
+    by_age,
+    list_processes,
+    marked_processes,
+    read_descendants,
+)
 
 _PROGRAM = str(TESTS / "helpers/hostile_processes.py")
 
@@ -122,6 +130,41 @@ def test_a_hostile_rank_is_a_ranks(tmp_path: Path, tag: str, run_id: str) -> Non
         assert {process.rank for process in ours} == {0, None}
         assert not any(process.is_shim for process in processes)
         end_marked(run_id, within_s=scaled(10))
+
+
+def test_newest_processes_are_read_first() -> None:
+    ended, threads = threading.Event(), []
+    children = []
+    for _ in range(3):
+        threads.append(threading.Thread(target=ended.wait))
+        threads[-1].start()
+        children.append(subprocess.Popen(["sleep", "600"]))
+    try:
+        order = list(module._newest_first())
+        places = [order.index(child.pid) for child in children]
+        assert places == sorted(places, reverse=True)
+        assert places[0] < order.index(os.getpid())
+        assert len(order) == len(set(order))
+        assert not {thread.native_id for thread in threads} & set(order)
+    finally:
+        ended.set()
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+@pytest.mark.parametrize(("newest", "order"), [(60, [60, 50, 2, 4000, 70]), (0, [4000, 70, 60, 50, 2])])
+def test_processes_with_larger_ids_than_the_newest_one_are_the_oldest(newest: int, order: list[int]) -> None:
+    assert by_age([50, 60, 70, 4000, 2], newest) == order
+
+
+@pytest.mark.parametrize("content", [None, "", "0.1 0.2 0.3 1/100 many"])
+def test_an_unreadable_newest_id_is_unknown(monkeypatch: pytest.MonkeyPatch, content: str | None,
+                                            tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "loadavg").write_text(content)
+    monkeypatch.setattr(module, "Path", lambda path: tmp_path / Path(path).name)
+    assert module._newest_pid() == 0
 
 
 def test_descendants_are_those_of_a_whole_look() -> None:

@@ -18,6 +18,10 @@ from ezpz_llm.launch.variables import RANK_VARIABLE, RUN_ID_VARIABLE
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SHIM = [b"-m", b"ezpz_llm.launch.shim"]
 _MAX_RANK_DIGITS = 9
+_AHEAD = 4
+"""Number of ids above the newest one that a scan also reads."""
+_MAX_PIDS = 2 ** 22
+"""Maximum of Linux's pid_max."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def marked_processes(run_id: str) -> Iterator[Process]:
     """
     marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
     uid, own_pid = os.getuid(), os.getpid()
-    for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
+    for pid in _newest_first():
         try:
             if pid == own_pid or os.stat(f"/proc/{pid}").st_uid != uid:
                 continue
@@ -62,6 +66,40 @@ def marked_processes(run_id: str) -> Iterator[Process]:
         except OSError:
             # The process has just ended, or is not readable.
             continue
+
+
+def _newest_first() -> Iterator[int]:
+    """Yield the ids of this node's processes, the newest first."""
+    newest = _newest_pid()
+    listed = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    # Listing thousands of processes takes several milliseconds, in which others start.
+    later = range(_newest_pid() + _AHEAD, newest, -1)
+    yield from filter(_is_process, later)
+    yield from by_age(listed.difference(later), newest)
+
+
+def by_age(pids: Iterable[int], newest: int) -> list[int]:
+    """Sort process ids by age, the newest first.
+
+    The kernel assigns ascending ids, and starts again at the smallest one. If `newest` is 0, sort by id.
+    """
+    return sorted(pids, key=lambda pid: (newest - pid) % _MAX_PIDS)
+
+
+def _newest_pid() -> int:
+    """Return the id that the kernel assigned last, to a process or a thread; 0 if it is unknown."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[-1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _is_process(pid: int) -> bool:
+    """Return True if `pid` is the id of a process. /proc has the threads, too, but does not list them."""
+    try:
+        return f"\nTgid:\t{pid}\n" in Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def _read(pid: int, variables: list[bytes]) -> Process:
