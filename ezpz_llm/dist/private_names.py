@@ -48,7 +48,7 @@ cpu_has_amx = find("torch.cpu", "_is_amx_tile_supported")
 fused_attention_choice = find("torch", "_fused_sdp_choice")
 softmax_backward = find("torch", "_softmax_backward_data")
 foreach_norm, foreach_div_ = find("torch", "_foreach_norm"), find("torch", "_foreach_div_")
-foreach_copy_ = find("torch", "_foreach_copy_")
+foreach_copy_, foreach_mul_ = find("torch", "_foreach_copy_"), find("torch", "_foreach_mul_")
 for _name in ("_device_types", "_get_backend", "_register_backend", "BackendType"):
     find("torch.distributed", f"ProcessGroup.{_name}")
 for _name in ("ScriptObject._type", "Tensor._base", "ops.aten.add.Tensor._schema"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_llm.dist.private_names import foreach_copy_
+from ezpz_llm.dist.private_names import foreach_copy_, foreach_mul_
 from ezpz_llm.engine.precision import parameter_dtype
 from ezpz_llm.model.init import defer_values, take_values
 
@@ -122,13 +122,12 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
             # Overwriting takes less than half the memory traffic of clearing and adding.
             totals = [self._gradient(parameter) for parameter in first]
             foreach_copy_(totals, [parameter.grad for parameter in first])
+            if self._share != 1:
+                foreach_mul_(totals, self._share)
         for parameter in bucket.computed:
-            total, gradient = self._gradient(parameter), parameter.grad
-            assert gradient is not None
+            assert parameter.grad is not None
             if parameter not in self._outdated:
-                total.add_(gradient, alpha=self._share)
-            elif self._share != 1:
-                total.mul_(self._share)
+                self._gradient(parameter).add_(parameter.grad, alpha=self._share)
             parameter.grad = None
         self._outdated.difference_update(first)
         bucket.computed.clear()
