@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.overrides import TorchFunctionMode
 
-from ezpz_llm.dist.private_names import foreach_copy_, foreach_div_, foreach_norm
+from ezpz_llm.dist.private_names import foreach_copy_, foreach_div_, foreach_mul_, foreach_norm
 
 Types = Mapping[Any, Any]
 """Type of a tensor by mesh axis."""
@@ -47,7 +47,8 @@ class OperationRules(TorchFunctionMode):
         self.on_slice: Callable[[Tensor, Tensor], None] = lambda whole, part: None
         self._rules: dict[Any, Callable[..., Any]] = {
             torch.distributed.all_reduce: self._all_reduce, torch.distributed.all_gather: self._all_gather,
-            foreach_norm: self._norms, foreach_div_: self._divide, foreach_copy_: _rule_of_writes(foreach_copy_),
+            foreach_norm: self._norms, foreach_div_: self._divide, foreach_mul_: _scale,
+            foreach_copy_: _rule_of_writes(foreach_copy_),
             torch.Tensor.__getitem__: self._slice, torch.Tensor.__setitem__: _assign, torch.Tensor.copy_: _copy,
             torch.sparse_coo_tensor: _make_sparse, torch.addcmul: _addcmul,
             **{cast: _rule_of_casts(cast) for cast in _CASTS},
@@ -131,6 +132,11 @@ class OperationRules(TorchFunctionMode):
     def _rule_of_memory(self, make: Any) -> Callable[..., Tensor]:
         # Memory that nothing has written yet can become a tensor of any type.
         return lambda *args, **kwargs: spmd.assert_type(unchecked(make, *args, **kwargs), self.types())
+
+
+def _scale(tensors: list[Tensor], factor: float) -> None:
+    # The product with a number has the type of the tensor.
+    unchecked(foreach_mul_, tensors, factor)
 
 
 def dual(types: Types) -> dict[Any, Any]:
