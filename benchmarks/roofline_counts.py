@@ -186,8 +186,8 @@ def products_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: A
     """Return the FLOPs of an operator's matmuls, and True if it is flash attention."""
     count = flop_registry.get(func.overloadpacket)
     # torch's formulas do not accept the argument out_dtype.
-    shaped = [value for value in args if not isinstance(value, torch.dtype)]
-    flops = count(*shaped, **kwargs, out_val=found) if count else 0.0
+    without_dtypes = [value for value in args if not isinstance(value, torch.dtype)]
+    flops = count(*without_dtypes, **kwargs, out_val=found) if count else 0.0
     attention = func.overloadpacket in _FLASH
     return flops / 2 if attention else flops, attention
 

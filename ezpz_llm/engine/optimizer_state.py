@@ -240,7 +240,7 @@ def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
 
 def raw(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         parameter: torch.Tensor) -> AbstractContextManager[dict[str, torch.Tensor]]:
-    """Provide the stored tensors of `parameter` by kind, in their stored shape and dtype, for measuring memory."""
+    """Provide the stored tensors of `parameter` by kind, in their stored shape and dtype."""
     spec = _ensure_state(optimizer, group, parameter)
     return nullcontext({"weight": parameter.detach(), **spec.stored(optimizer, parameter)})
 

@@ -273,7 +273,7 @@ def _can_overlap(device: str | None, layout: Layout) -> bool:
 def _zero2_advice(run: TrainerRun) -> list[str]:
     """Return advice that says whether ZeRO 2 fits in memory; none for layouts with offload or tiles."""
     layout = run.layout
-    if layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled:
+    if layout.zero.has_offload_or_tiles:
         return []
     model = run.model
     optimizer = run.settings.optimizer

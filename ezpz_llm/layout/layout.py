@@ -45,6 +45,11 @@ class ZeroOptions:
     hpz_partition_size: int = 1
     shard_within: int | None = None
 
+    @property
+    def has_offload_or_tiles(self) -> bool:
+        """True if the layout saves device memory at the cost of speed, also on a single rank."""
+        return bool(self.offload_optimizer or self.offload_param or self.tiled)
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -232,7 +232,7 @@ class _Inputs:
         nvme_path, used["nvme_path"] = self.choose("nvme_path", request.nvme_path,
                                                    ds_defaults.requested_nvme_path(config))
         notes += ds_defaults.check_nvme_path(layout, nvme_path, str(used["nvme_path"]))
-        notes += self.single_device_note(layout)
+        notes += self.single_gpu_note(layout)
         return Resolved(layout, batch, precision or "auto", float(clip or 0), deepspeed,
                         {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
                         recompute, request.optimizer, nvme_path, overrides.precision.scale, gradients)
@@ -264,14 +264,14 @@ class _Inputs:
                 f"sets no dtype for them; pass "
                 f"{' '.join(f'{option} fp32' for option in options)} for higher precision",)
 
-    def single_device_note(self, layout: Layout) -> tuple[str, ...]:
-        """Return a note if the run uses DeepSpeed on a single GPU without offload."""
-        is_single = self.request.world_size == 1 and self.request.device in ("cuda", "xpu")
-        saves_memory = layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled
-        if layout.engine != "deepspeed" or not is_single or saves_memory:
+    def single_gpu_note(self, layout: Layout) -> tuple[str, ...]:
+        """Return a note if DeepSpeed saves no memory because the run has a single GPU."""
+        is_single = self.request.world_size == 1 and self.request.device == "cuda"
+        if layout.engine != "deepspeed" or layout.zero.has_offload_or_tiles or not is_single:
             return ()
-        return ("a single GPU has nothing to shard; --ds-config ddp trains without DeepSpeed, which is twice as "
-                "fast for small models",)
+        block = f'"ezpz_llm": {{"engine": "ddp"}} in {self.config.path.name}'
+        return (f"one GPU has nothing to shard: {'--ds-config ddp' if self.is_shipped else block} has less "
+                "overhead per step (GPT-2 124M on an H200: half the step time of zero1)",)
 
     def hyperparameters(self) -> tuple[dict[str, tuple[Any, ValueSource]], dict[str, float], list[str]]:
         """Return the optimizer and scheduler settings: values with sources, fractions of the peak rate, notes.

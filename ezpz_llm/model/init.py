@@ -147,7 +147,7 @@ def _draw_normal(columns: int, box: Box, seed: int) -> torch.Tensor:
     corners = list(itertools.product(range(top // height * height, bottom, height),
                                      range(left // width * width, right, width)))
     threads = min(torch.get_num_threads(), len(corners) // _TILES_PER_THREAD)
-    if threads > 1:  # NumPy draws without holding Python's lock
+    if threads > 1:  # NumPy draws without the GIL
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(draw, (corners[number::threads] for number in range(threads))))
     else:

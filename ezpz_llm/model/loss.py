@@ -297,9 +297,10 @@ class _Gradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.weight = torch.empty_like(weight, dtype=wide) if for_weight else None
         self._rows = max(1, _SUMMED // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
-        self._out_dtype = {"out_dtype": wide} if wide != dtype and adds_wide_products(weight.device) else {}
+        sums_wide = for_weight and wide == torch.float32 != dtype and adds_wide_products(weight.device, dtype)
+        self._out_dtype = {"out_dtype": wide} if sums_wide else {}
         self._cast = None
-        if for_weight and wide != dtype and not self._out_dtype:
+        if for_weight and wide != dtype and not sums_wide:
             self._cast = weight.new_empty(min(self._rows, len(weight)), weight.shape[1], dtype=dtype)
         self._empty = True
 
@@ -330,12 +331,21 @@ class _Gradients:
         self._empty = False
 
 
-def adds_wide_products(device: torch.device) -> bool:
-    """Return True if `torch.addmm` can add a product of 16-bit matrices to an fp32 matrix.
+@functools.cache
+def adds_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if `torch.addmm` can add a product of matrices of a 16-bit dtype to an fp32 matrix.
 
-    It can since torch 2.8 on NVIDIA GPUs. In ROCm builds it returned wrong values before torch 2.10.
+    On NVIDIA GPUs it can since torch 2.8, in bf16 from compute capability 8.0 on. ROCm builds before torch 2.10
+    raise an error or return wrong values.
     """
-    return device.type == "cuda" and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    total, matrix = (torch.zeros(8, 8, device=device, dtype=kind) for kind in (torch.float32, dtype))
+    try:
+        torch.addmm(total, matrix, matrix, out=total, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 class Head(nn.Linear):

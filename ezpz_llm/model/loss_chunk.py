@@ -4,8 +4,8 @@ from __future__ import annotations
 
 _ON_CPU, _LEAST, _UNKNOWN, _MOST = 2 ** 26, 2 ** 26, 2 ** 27, 2 ** 29
 """Numbers of logits in a default chunk. With fewer logits, the sum of the chunks' weight gradients is costly, and
-matmuls with few rows are slow: with 131,072 columns, 2^27 logits are 1024 tokens, and each chunk moves 12 bytes per
-element of the head's weight gradient."""
+matmuls with few rows are slow: with 131,072 columns, 2^27 logits are 1024 tokens, and each chunk moves 8 to 12
+bytes per element of the head's weight gradient."""
 _SHARE, _LOGIT_BYTES = 24, 6
 """A chunk may use 1/_SHARE of the device's memory, with _LOGIT_BYTES per logit (bf16 plus fp32)."""
 _ROWS = 64

@@ -3,8 +3,8 @@
     mpiexec -n 2 python3 tests/helpers/eight_bit_ranks.py FOLDER ddp zero1 zero2 zero3 fsdp2
 
 Rank 0 writes FOLDER/results.json. For each layout: the losses, the losses after a resume (under the same layout and
-under ddp with fp32 moments) next to those without a resume, the bytes of both moments, and the number of tensors
-whose moments are copied to fp32 to measure a step.
+under ddp with fp32 moments) next to those without a resume, the bytes of both moments, and the number of
+calls that provide moments in fp32 to measure a step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def values(engine: Engine) -> list[torch.Tensor]:
 
 
 def fp32_copies(engine: Engine) -> int:
-    """Return the number of tensors whose moments are copied to fp32 to measure the norms of a step."""
+    """Return the number of calls that provide moments in fp32 to measure the norms of a step."""
     spec = type(OPTIMIZERS["adamw_8bit"])
     with mock.patch.object(spec, "in_fp32", autospec=True, side_effect=spec.in_fp32) as copied:
         engine.step_skip.measure(engine.training_state())

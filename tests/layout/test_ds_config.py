@@ -210,6 +210,13 @@ def test_the_precision_of_a_ds_config(read, values: dict[str, Any], precision: s
     assert read(values, precision="fp16_autocast").precision == "fp16_autocast"  # the command line comes first
 
 
+def test_a_note_suggests_ddp_in_the_users_ds_config_on_a_single_gpu(read) -> None:
+    values: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    assert '"ezpz_llm": {"engine": "ddp"} in mine.json' in " ".join(read(values, world_size=1, device="cuda").notes)
+    values = {"bf16": {"enabled": True}, "ezpz_llm": {"engine": "ddp"}}
+    assert '"engine": "ddp"' not in " ".join(read(values, world_size=1, device="cuda").notes)
+
+
 def test_the_fp16_block_sets_the_loss_scale(read) -> None:
     block = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 4,
              "min_loss_scale": 2, "consecutive_hysteresis": True}

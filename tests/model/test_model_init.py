@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -159,6 +160,23 @@ def test_any_part_has_the_values_of_the_whole():
         target = torch.zeros(chance.randint(0, flat.numel() - start))
         fill(target, Placement(MATRIX, (600, 1100), (box, second)), start, values)
         assert torch.equal(target, flat[start:start + target.numel()])
+
+
+@pytest.mark.parametrize("box", [((0, 600), (0, 1100)), ((30, 590), (500, 1090))])
+def test_threads_draw_the_same_values(monkeypatch: pytest.MonkeyPatch, box: tuple[tuple[int, int], ...]) -> None:
+    values, drawing = initial_values(WIDE, 7), set()
+    serial = values(MATRIX, box)
+    generator = np.random.Generator
+
+    def recorded(bits: Any) -> np.random.Generator:
+        drawing.add(threading.get_ident())
+        return generator(bits)
+
+    monkeypatch.setattr(np.random, "Generator", recorded)
+    for threads in (2, 3, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        assert torch.equal(values(MATRIX, box), serial)
+    assert threading.get_ident() not in drawing
 
 
 def test_drawing_a_part_costs_only_its_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,12 +245,14 @@ def test_half_precision_loses_no_gradient_to_the_number_of_tokens():
 
 
 @pytest.mark.gpu
-def test_weight_gradient_is_not_rounded_between_chunks_on_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    hidden, logits = (torch.randn(128, width, device="cuda").bfloat16() for width in (64, 512))
-    weight = torch.empty(512, 64, device="cuda", dtype=torch.bfloat16)
-    gradients = module._Gradients(hidden, weight, torch.bfloat16, for_hidden=False, for_weight=True)
+@pytest.mark.parametrize("of_weight", [torch.float32, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradient_is_not_rounded_between_chunks_on_a_gpu(dtype, of_weight):
+    if not (torch.cuda.is_available() and module.adds_wide_products(torch.device("cuda"), dtype)):
+        pytest.skip("no CUDA device that can add products in fp32")
+    hidden, logits = (torch.randn(128, width, device="cuda").to(dtype) for width in (64, 512))
+    weight = torch.empty(512, 64, device="cuda", dtype=of_weight or dtype)
+    gradients = module._Gradients(hidden, weight, dtype, for_hidden=False, for_weight=True)
     for start in range(0, 128, 32):
         part = slice(start, start + 32)
         gradients.add(part, logits[part], hidden[part], weight, torch.ones(32, dtype=torch.bool, device="cuda"))

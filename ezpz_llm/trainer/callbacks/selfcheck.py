@@ -25,11 +25,14 @@ _FIRST_LOSS_TOLERANCE = 0.3
 The losses of batches of a few thousand tokens differ by 0.05.
 """
 _FREQUENT_TOKENS_TOLERANCE = 1.0
-"""Tolerance in nats of other first losses, which depend on frequent tokens, such as the spaces of indented code.
+"""Tolerance in nats of a first loss that is too low, or in an untied model too high.
+
+Such a loss depends on frequent tokens, such as the spaces of indented code.
 
 A tied model predicts its input token, which text often repeats: the loss of GPT-2 124M on the bytes of Python
-source is 0.36 to 0.46 lower (on an H200). In an untied model, the logit of a frequent token is random: with
-Llama's initialization, 4 layers, and width 256, the loss on the same text differed by -0.31 to 0.71 for 12 seeds.
+source is 0.36 to 0.46 below the expected one (on an H200). In an untied model, the logit of a frequent token is
+random: with Llama's initialization, 4 layers, and width 256, the loss on such text differed by -0.31 to 0.71 for 12
+seeds.
 """
 _OVERFIT_FRACTION = 0.5
 """The batch is overfitted if the last loss is below this fraction of the first."""
