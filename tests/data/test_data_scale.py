@@ -31,14 +31,21 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import encode_task
 from ezpz_llm.data.tokenizers import get_tokenizer
 
-# The command with a journal after each task of 16 kB, so that a small corpus has many save points.
+# The command with a journal after each task of 16 kB, so that a small corpus has many save points. It stops when
+# the journal has $HOLD_AT documents.
 HASTY = [sys.executable, "-c", """
-import functools, sys
+import functools, os, sys, time
 from ezpz_llm.data import tokenize_corpus
 from ezpz_llm.data.__main__ import main
 from ezpz_llm.base.errors import run_command
 tokenize_corpus._SECONDS_BETWEEN_SAVES = 0.0
 tokenize_corpus.tasks = functools.partial(tokenize_corpus.tasks, size=1 << 14)
+save = tokenize_corpus._Work.save
+def save_and_hold(work):
+    save(work)
+    if work.journal.documents >= int(os.environ.get("HOLD_AT", sys.maxsize)):
+        time.sleep(600)
+tokenize_corpus._Work.save = save_and_hold
 sys.argv[0] = "python3 -m ezpz_llm.data"
 raise SystemExit(run_command(main))
 """]
@@ -87,15 +94,19 @@ def shards(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("[!.]*"))}
 
 
-def wait_for(process: subprocess.Popen, journal: Path, documents: int) -> None:
-    """Wait until the journal of a running preparation has at least `documents` documents."""
+def start(command: Sequence[str], journal: Path, documents: int) -> subprocess.Popen:
+    """Start HASTY, and return when its journal has at least `documents` documents.
+
+    It stops 100 documents later, so that a fast machine does not complete it before a signal arrives.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "HOLD_AT": str(documents + 100)})
     deadline = time.monotonic() + scaled(60)
-    while True:
+    while not (journal.is_file() and json.loads(journal.read_text())["documents"] >= documents):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        if journal.is_file() and json.loads(journal.read_text())["documents"] >= documents:
-            return
         time.sleep(0.005)
+    return process
 
 
 def partial(out: Path) -> Path:
@@ -143,8 +154,7 @@ def test_kill_with_workers_and_resume(mixed: Path, tmp_path: Path, how: signal.S
     out = tmp_path / "out"
     command = [*HASTY, "prepare", str(mixed), "--out", str(out), "--shard-tokens", "50000", "--workers", "2"]
     for kept in (1, 150, 400):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        wait_for(process, partial(out) / JOURNAL, kept)
+        process = start(command, partial(out) / JOURNAL, kept)
         process.send_signal(how)
         stderr = process.communicate(timeout=scaled(60))[1]
         assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
@@ -174,9 +184,8 @@ def test_work_that_cannot_be_resumed_is_restarted(mixed: Path, tmp_path: Path) -
     whole = prepare(str(mixed), out=tmp_path / "whole", progress=False)
     command = [*HASTY, "prepare", str(mixed), "--out", str(tmp_path / "out")]
     for spoil in ("request", "broken", "shorter", "missing"):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         hidden = partial(tmp_path / "out")
-        wait_for(process, hidden / JOURNAL, 100)
+        process = start(command, hidden / JOURNAL, 100)
         process.kill()
         process.communicate(timeout=scaled(60))
         if spoil == "request":
@@ -354,8 +363,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
         np.testing.assert_array_equal(np.concatenate(remaining), expected[ends[number]:])
     out = tmp_path / "out"
     command = [*HASTY, "prepare", f"hf:{folder}", "--tokenizer", "bytes", "--out", str(out), "--val-tokens", "9000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(process, partial(out) / JOURNAL, 300)
+    process = start(command, partial(out) / JOURNAL, 300)
     process.kill()
     process.communicate(timeout=scaled(60))
     process = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))

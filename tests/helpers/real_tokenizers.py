@@ -53,7 +53,12 @@ def _unpacked(requirement: str, download: Sequence[str]) -> Path:
         pytest.skip(f"{requirement} cannot be downloaded: {reason}")
     for archive in partial.glob("*.tgz"):
         shutil.unpack_archive(archive, partial)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(partial)  # another process was faster
     return folder
 
 
