@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from places import move_into_place
 from slowness import scaled
 
 REQUIREMENTS = {
@@ -52,5 +53,5 @@ def _installed(requirement: str) -> Path:
         reason = (done.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
         pytest.skip(f"{requirement} cannot be installed: {reason}")
     partial.chmod(0o755)
-    partial.rename(folder)
+    move_into_place(partial, folder)
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 HELPERS = TESTS / "helpers"
+
+
+def move_into_place(complete: Path, folder: Path) -> None:
+    """Rename a complete folder to `folder`; if another process was faster, remove it instead."""
+    try:
+        complete.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(complete)
 
 
 def vocab_bpe() -> Path:

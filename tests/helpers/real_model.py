@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from places import ROOT, move_into_place
 from slowness import scaled
 
 from ezpz_llm.base import cache_dir
@@ -49,7 +49,7 @@ def smollm2() -> Path:
         done = subprocess.run([sys.executable, "-c", program], cwd=scratch, capture_output=True, text=True,
                               timeout=scaled(120), check=False)
         assert done.returncode == 0, done.stderr
-        (Path(scratch) / "smollm2").rename(folder)
+        move_into_place(Path(scratch) / "smollm2", folder)
     return folder
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from places import move_into_place
 from slowness import scaled
 
 _DOWNLOAD_TIMEOUT_S = 300
@@ -53,12 +54,7 @@ def _unpacked(requirement: str, download: Sequence[str]) -> Path:
         pytest.skip(f"{requirement} cannot be downloaded: {reason}")
     for archive in partial.glob("*.tgz"):
         shutil.unpack_archive(archive, partial)
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        shutil.rmtree(partial)  # another process was faster
+    move_into_place(partial, folder)
     return folder
 
 
