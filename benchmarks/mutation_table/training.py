@@ -189,8 +189,9 @@ FAULTS = (
           "            foreach_copy_(list(self._masters), list(self._masters.values()))",
           "            foreach_copy_(list(self._masters), list(self._masters.values()))\n"
           "            foreach_copy_(list(self._masters.values()), list(self._masters))", GPT2_BF16),
-    Fault("micro-steps-added-in-bf16", "precision", MASTERS, "total.add_(gradient, alpha=self._share)",
-          "total.copy_(total.bfloat16().add_(gradient, alpha=self._share))",
+    Fault("micro-steps-added-in-bf16", "precision", MASTERS,
+          "self._gradient(parameter).add_(parameter.grad, alpha=self._share)",
+          "(total := self._gradient(parameter)).copy_(total.bfloat16().add_(parameter.grad, alpha=self._share))",
           WIDE_SUMS),
     Fault("start-not-rounded", "precision", BUILD, "    round_parameters(model, resolved.precision)\n", "",
           WIDE_SUMS),

@@ -133,6 +133,7 @@ def _draw_normal(columns: int, box: Box, seed: int) -> torch.Tensor:
     result = np.empty((bottom - top, right - left), dtype=np.float32)
 
     def draw(corners: list[tuple[int, int]]) -> None:
+        """Draw the tiles with these first rows and columns, and copy them to `result`."""
         for first, side in corners:
             number = first // height * -(-columns // width) + side // width
             generator = np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))
