@@ -361,7 +361,7 @@ def test_bf16_uses_deepspeeds_bf16_with_fp32_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "world_size", "device", "expected"), [
     ("zero1", 1, "cuda", True), ("zero3", 1, "cuda", True), ("ddp", 1, "cuda", False), ("zero1", 1, "cpu", False),
-    ("zero1", 2, "cuda", False), ("zero3_offload_optimizer", 1, "cuda", False)])
+    ("zero1", 2, "cuda", False), ("tiled", 1, "cuda", False)])
 def test_a_note_suggests_ddp_on_a_single_gpu(layout: str, world_size: int, device: str, expected: bool) -> None:
     resolved = resolve(Request(layout, world_size=world_size, device=device))
     assert any("--ds-config ddp" in note for note in resolved.notes) == expected
