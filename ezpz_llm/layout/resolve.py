@@ -269,9 +269,9 @@ class _Inputs:
         is_single = self.request.world_size == 1 and self.request.device == "cuda"
         if layout.engine != "deepspeed" or layout.zero.has_offload_or_tiles or not is_single:
             return ()
-        block = f'"ezpz_llm": {{"engine": "ddp"}} in {self.config.path.name}'
-        return (f"one GPU has nothing to shard: {'--ds-config ddp' if self.is_shipped else block} has less "
-                "overhead per step (GPT-2 124M on an H200: half the step time of zero1)",)
+        keys = f'"stage": 0 and "ezpz_llm": {{"engine": "ddp"}} in {self.config.path.name}'
+        return (f"one GPU has nothing to shard; with {'--ds-config ddp' if self.is_shipped else keys}, steps have "
+                "less overhead (GPT-2 124M on an H200: half the step time of zero1)",)
 
     def hyperparameters(self) -> tuple[dict[str, tuple[Any, ValueSource]], dict[str, float], list[str]]:
         """Return the optimizer and scheduler settings: values with sources, fractions of the peak rate, notes.

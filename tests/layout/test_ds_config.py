@@ -211,10 +211,14 @@ def test_the_precision_of_a_ds_config(read, values: dict[str, Any], precision: s
 
 
 def test_a_note_suggests_ddp_in_the_users_ds_config_on_a_single_gpu(read) -> None:
-    values: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    assert '"ezpz_llm": {"engine": "ddp"} in mine.json' in " ".join(read(values, world_size=1, device="cuda").notes)
-    values = {"bf16": {"enabled": True}, "ezpz_llm": {"engine": "ddp"}}
-    assert '"engine": "ddp"' not in " ".join(read(values, world_size=1, device="cuda").notes)
+    values: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+                              "train_micro_batch_size_per_gpu": 4}
+    notes = read(values, world_size=1, device="cuda").notes
+    assert any('"stage": 0 and "ezpz_llm": {"engine": "ddp"} in mine.json' in note for note in notes)
+    advised = read(values | {"zero_optimization": {"stage": 0}, "ezpz_llm": {"engine": "ddp"}}, world_size=1,
+                   device="cuda")
+    assert (advised.layout.engine, advised.precision, advised.batch.micro_batch) == ("ddp", "bf16", 4)
+    assert not any("nothing to shard" in note for note in advised.notes)
 
 
 def test_the_fp16_block_sets_the_loss_scale(read) -> None:
