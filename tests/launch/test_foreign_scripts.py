@@ -59,9 +59,13 @@ def test_a_script_of_another_project(cluster: Cluster, tmp_path: Path, recording
     if launcher == "mpiexec":
         need_mpiexec()
     env = {"SLURM_MPI_TYPE": plugin} if plugin else {}
-    done = cluster.run("salloc", f"-N{nodes}", f"--ntasks-per-node={2 // nodes}", "-t5", "launch", "--launcher",
-                       launcher, "--run-dir", "run", "python3", SCRIPTS / f"{script}.py", cwd=tmp_path, timeout=580,
-                       OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(cache_dir()), **env)
+    for attempt in range(3):
+        run_dir = tmp_path / f"run{attempt}"
+        done = cluster.run("salloc", f"-N{nodes}", f"--ntasks-per-node={2 // nodes}", "-t5", "launch", "--launcher",
+                           launcher, "--run-dir", run_dir, "python3", SCRIPTS / f"{script}.py", cwd=tmp_path,
+                           timeout=580, OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(cache_dir()), **env)
+        if not _has_aborted_at_exit(run_dir):
+            break
     if (script, way) in REFUSED:
         assert done.returncode == 2, done.stdout + done.stderr
         assert ("mpi4py_sum.py imports mpi4py, and each of the 2 ranks would be alone in its own MPI world"
@@ -69,12 +73,22 @@ def test_a_script_of_another_project(cluster: Cluster, tmp_path: Path, recording
         result = "refused before the start: " + done.stderr.partition("error: ")[2].partition("\n")[0]
     else:
         assert done.returncode == 0, done.stdout + done.stderr
-        said = [_SAID.findall((tmp_path / f"run/logs/rank{rank:04d}.log").read_text()) for rank in (0, 1)]
+        said = [_SAID.findall((run_dir / f"logs/rank{rank:04d}.log").read_text()) for rank in (0, 1)]
         assert [words[:2] for rank in said for words in rank] == [("0", "2"), ("1", "2")], said
         assert said[0][0][2] == said[1][0][2]
         result = "ranks 0 and 1 of 2, the same sum"
     if recording:
         _write(script, way, nodes, result, time.monotonic() - began)
+
+
+def _has_aborted_at_exit(run_dir: Path) -> bool:
+    """Return True if a rank printed its sum, then aborted while Python shut down.
+
+    A gloo thread that still holds the last collective of a backward pass aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489). Frequent on loaded machines.
+    """
+    texts = [path.read_text() for path in run_dir.glob("logs/rank*.log")]
+    return any("terminate called without an active exception" in text for text in texts if _SAID.search(text))
 
 
 def _write(script: str, way: str, nodes: int, result: str, seconds: float) -> None:
