@@ -213,7 +213,12 @@ def _commands(options: Options, sizes: Sequence[Size],
     if options.what == "layouts" and not options.ds_configs and value_of(command, "--ds-config") is None:
         return _runnable_commands(command, sizes[0].ranks, directory)
     if not options.ds_configs:
-        return {check_command(command, sizes[0].ranks, directory, "the command").layout: command}, []
+        first, last = (check_command(command, size.ranks, directory,
+                                     f"the command on {count_noun(size.ranks, 'rank')}").layout
+                       for size in (sizes[0], sizes[-1]))
+        if first != last:  # a single rank has another default layout
+            command += ("--ds-config", last)
+        return {last: command}, []
     commands = {Path(name).stem: (*command, "--ds-config", name) for name in options.ds_configs}
     if len(commands) < len(options.ds_configs):
         raise UserError("two layouts have the same name", where=f"--ds-config {','.join(options.ds_configs)}",

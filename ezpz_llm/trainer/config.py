@@ -43,7 +43,8 @@ class TrainConfig:
     mask_documents: bool = _value(False, "attend only to tokens of the same document, in training and validation; "
                                          "documents are separated by end-of-text tokens")
 
-    ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file")
+    ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file; a single "
+                                     "rank uses ddp by default")
     tp: int | None = _value(None, "tensor-parallel degree (default: the ds_config's)")
     pp: int | None = _value(None, "pipeline-parallel degree (default: the ds_config's)")
     sp: int | None = _value(None, "sequence-parallel degree (default: the ds_config's)")

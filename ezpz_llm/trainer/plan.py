@@ -91,7 +91,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     model, name, init_weights_source = _choose_model(options.config, named=options.sources["model"] != DEFAULT)
     if name != options.config.model:
         options = options.set(WEIGHTS, model=name)
-    options = _with_peak_lr(options, model)
+    options = _with_peak_lr(_with_layout(options, world_size), model)
     config = options.config
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
@@ -122,6 +122,16 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     run_config = RunConfig(**vars(options.config))
     _check_schedule(run_config, options)
     return RunPlan(run_config, options.sources, model, resolved, init_weights_source, options.verbose)
+
+
+def _with_layout(options: Options, world_size: int) -> Options:
+    """Change the default layout of a single rank to ddp: with nothing to shard, it has less overhead.
+
+    GPT-2 124M on an H200: half the step time of zero1. Keeps zero1 if gradients accumulate in bf16, which needs ZeRO.
+    """
+    if world_size > 1 or options.origin("ds_config") is not Origin.DEFAULT or options.config.grad_accum_dtype != "fp32":
+        return options
+    return options.set(ValueSource(Origin.DERIVED, "a single rank"), ds_config="ddp")
 
 
 _PEAK_WIDTH, _PEAK_STEPS = 128, 400

@@ -124,6 +124,14 @@ def test_weak_keeps_rank_batch_and_strong_keeps_global_batch(tmp_path: Path) -> 
         assert value_of(entry.command, "--eval-tokens") == "512"
 
 
+def test_all_sizes_have_the_layout_of_the_largest(tmp_path: Path) -> None:
+    """The trainer's default layout of a single rank differs."""
+    both = plan(tmp_path, "--ranks 1,2").points
+    assert [(entry.name, value_of(entry.command, "--ds-config")) for entry in both] == [
+        ("weak-zero1-r1", "zero1"), ("weak-zero1-r2", "zero1")]
+    assert [entry.ds_config for entry in plan(tmp_path, "--ranks 1").points] == ["ddp"]
+
+
 def test_user_script_has_one_point_per_size(tmp_path: Path) -> None:
     planned = plan(tmp_path, "--ranks 2,1", "python3", "my_net.py", "--lr", "1")
     assert batches(planned) == {"weak-my_net-r1": (1, 1, 1), "weak-my_net-r2": (2, 1, 1)}
@@ -154,7 +162,7 @@ def test_batch_of_user_script_is_read_from_its_records(lines: list[dict], error:
 def test_point_that_cannot_run_is_rejected_before_start(tmp_path: Path) -> None:
     code, output = scale(tmp_path, "--ranks", "1,3", "--mode", "strong", "--", *TRAIN, "--global-batch-size", "8")
     assert code == 2
-    assert "error: point strong-zero1-r3 on 3 ranks cannot run: a global batch of 8 sequences is not" in output
+    assert "error: the command on 3 ranks cannot run: a global batch of 8 sequences is not" in output
     assert "instead: a global batch of 6 or 9" in output
     code, output = scale(tmp_path, "--ranks", "2", "--ds-config", "ddp,tp3", "--", *TRAIN)
     assert (code, "tp3" in output, "Traceback" in output) == (2, True, False)

@@ -119,6 +119,18 @@ def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
     assert plan("--n-embd", "64").model.n_embd == 64, "the command line wins, and the checkpoint rejects it later"
 
 
+def test_the_default_layout_follows_the_number_of_ranks(tmp_path):
+    assert plan_run(parse([]), 1).config.ds_config == "ddp"
+    assert plan_run(parse([]), 2).config.ds_config == "zero1"
+    assert plan_run(parse(["--ds-config", "zero1"]), 1).config.ds_config == "zero1"
+    assert plan_run(parse(["--grad-accum-dtype", "bf16", "--precision", "bf16"]), 1).config.ds_config == "zero1"
+    single = plan_run(parse([]), 1)
+    update_record(RunDir(tmp_path).create(), steps=600, config=asdict(single.config),
+                  sources={name: source.as_record() for name, source in single.sources.items()})
+    resumed = find_resume_point(parse(["--resume", "auto", "--run-dir", str(tmp_path)])).options
+    assert plan_run(resumed, 2).config.ds_config == "zero1"
+
+
 def test_another_layout_drops_the_folder_for_offloaded_state(tmp_path, monkeypatch):
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     run_dir = tmp_path / "run"
