@@ -103,7 +103,7 @@ def test_a_signal_to_all_that_was_typed(tmp_path: Path, idiom: str, number: sign
     with _typed(tmp_path, IDIOMS[idiom]) as typed:
         _wait_for(lambda: _are_up(tmp_path), "the ranks' start")
         os.killpg(os.getpgid(typed.launch), number)
-    _check(tmp_path, 128 + number, f"launch was sent {number.name}")
+    _check(tmp_path, 128 + number, f"launch received {number.name}")
 
 
 @pytest.mark.parametrize("idiom", ["plain", "tee of both", "head"])

@@ -68,9 +68,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env, project, more = folder / "env", folder / "project" / "demo", folder / "more"
     venv.create(env, symlinks=True, with_pip=False)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(env)}))
-    mpi = importlib.util.find_spec("mpi4py")
-    assert mpi is not None
-    shutil.copytree(Path(mpi.origin).parent, site / "mpi4py")
+    for name in ("mpi4py", "msgspec"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        shutil.copytree(Path(spec.origin).parent, site / name)
     for package in (project, more):
         package.mkdir(parents=True)
     (project / "__init__.py").write_text("")
