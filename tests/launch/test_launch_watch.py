@@ -225,8 +225,8 @@ def test_ranks_without_py_spy_say_where_they_stand_as_they_are_ended(tmp_path: P
     done = launch(tmp_path, "-n", "3", "--idle-timeout", "3", "--run-dir", "r", "bash", "-c", words)
     assert done.returncode == 124, done.stderr
     text = (tmp_path / "r/postmortem.txt").read_text()
-    assert re.match(r"launch: ranks 0-1: waiting for the lock of a torch extension build, .*: no sign of life for 3 s:"
-                    r" .*; launch ended the run; ranks 0-1 are at file_baton\.py:\d+ in wait\n", text), text
+    assert re.match(r"launch: ranks 0-1: waiting for the lock of a torch extension build, .*: no sign of life for 3"
+                    r" s: .*; launch ended the run; ranks 0-1 are at file_baton\.py:\d+ in wait\n", text), text
     assert "\n  try: if no rank is compiling (no ninja process on any node), remove the file `lock` from " in text
     assert f"remove the lock: rm {tmp_path}/ops/frob/lock" in text
     assert (tmp_path / "r/saved").exists()

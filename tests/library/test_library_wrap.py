@@ -59,7 +59,8 @@ def check_fp32(by_name: dict[str, dict]) -> None:
         assert result["norms"] <= BOUND, name
         assert result["losses"] <= BOUND, name
         assert result["statistics"] <= BOUND, name
-        assert result["change"] <= 2 * BOUND, name  # relative to the change in training: 8e-7
+        # Relative to the change in training: 8e-7 on 2 ranks, 2.7e-6 on 4 (also with ddp).
+        assert result["change"] <= 8 * BOUND, name
         assert result["moved"] > (3e2 if name.startswith(SLOW) else 1e3) * BOUND, name
         assert not result["frozen"], name
         # Each part of a run adds 1 to a buffer that the checkpoint restores.

@@ -77,7 +77,7 @@ def test_every_tracker_has_the_numbers_and_writes_only_to_the_run_directory(tmp_
     assert sorted(written["loss"]) == list(range(1, 16))
     assert sorted(written["val_loss"]) == [5, 10, 15]
     readers = {"tensorboard": tensorboard_curves, "wandb": wandb_curves,
-               "mlflow": lambda folder: mlflow_curves(folder, named["mlflow"]["run_id"])}
+               "mlflow": lambda folder: mlflow_curves(folder, named["mlflow"].run_id)}
     for tracker in INSTALLED:
         curves = readers[tracker](run_dir.tracker(tracker))
         for name, values in written.items():
