@@ -207,6 +207,12 @@ def test_each_fault_makes_one_finding(name: str) -> None:
     assert findings[0].instead
 
 
+def test_a_node_without_torch_is_told_what_to_install() -> None:
+    findings = changed(setting("stages", {"ready": failed("ModuleNotFoundError: No module named 'torch'")}), N3)
+    assert [finding.topic for finding in findings] == ["torch"]
+    assert "ezpz_llm[train]" in findings[0].instead
+
+
 def test_the_interface_that_gloo_used_is_compared() -> None:
     case = healthy(network=None)
     for facts in case["facts"]:

@@ -70,16 +70,17 @@ def apart(folder: Path, shape: str, accumulation: int, clip: float, fault: str |
         for name, value in model.named_parameters())}
 
 
-LARGEST = {"loss": 1e-6, "norm": 1e-5, "weights": 1e-4}
+LARGEST = {"loss": 1e-6, "norm": 1e-4, "weights": 1e-4}
 """Bounds for fp32 after three steps: a few roundings of 6e-8 in losses, more in gradients, and most in the updates
-that Adam computes from the smallest gradients."""
+that Adam computes from the smallest gradients. Those also change the later norms: for Llama, by up to 1.1e-5 in 108
+runs with other data and other CPU instructions."""
 
 
 @pytest.mark.parametrize("clip", [CLIPPED, NOT_CLIPPED])
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_three_steps_equal_the_reference(tmp_path: Path, shape: str, accumulation: int,
-                                                 clip: float) -> None:
+                                         clip: float) -> None:
     differences = apart(tmp_path, shape, accumulation, clip)
     assert {name: differences[name] for name in LARGEST if not differences[name] < LARGEST[name]} == {}
 

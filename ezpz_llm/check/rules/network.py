@@ -241,9 +241,11 @@ def _failed_stages(gathered: Gathered) -> Iterator[Finding]:
         errors = group_by_key(((facts.host, answer.error), facts.rank)
                               for facts, answer in gathered.measured(Failed, stage))
         for (host, error), numbers in errors.items():
+            remedy = "for details, run python3 -m ezpz_llm.test_dist on that node alone"
+            if "No module named 'torch'" in error:
+                remedy = "pip install 'ezpz_llm[train]', or run launch with launchers/with-env"
             yield Finding("bad", "torch" if stage == READY else "links",
-                          f"{rank_ranges(numbers)} on {host} failed in {stage_name(stage)}: {error}",
-                          "for details, run python3 -m ezpz_llm.test_dist on that node alone")
+                          f"{rank_ranges(numbers)} on {host} failed in {stage_name(stage)}: {error}", remedy)
 
 
 def _failed_links(gathered: Gathered) -> Iterator[Finding]:
