@@ -23,7 +23,7 @@ run_dir=$PWD/runs/$SLURM_JOB_ID
 # (3) the command, and the options with which it resumes when the job is restarted, or () if it cannot resume:
 command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero1)
 go_on=(--resume "$run_dir")
-again=(scontrol requeue "$SLURM_JOB_ID")
+again=(scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}")
 
 # ---- run (the same for every job)
 case $(python3 -m ezpz_llm.submit.state "$run_dir") in

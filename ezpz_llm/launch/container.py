@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base import UserError, user_path
-from ezpz_llm.launch.dialects.srun_container import IMAGE_OPTIONS, step_options
+from ezpz_llm.launch.devices import gpu_driver
+from ezpz_llm.launch.dialects.srun_container import IMAGE_OPTIONS, check_mounts, step_options
 from ezpz_llm.launch.sites import ANY_RUNTIME, Site
 
+_GPU_OPTIONS = frozenset(("--nv", "--nvccli", "--rocm"))
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 
 
@@ -47,8 +49,8 @@ def choose_container(wanted: str | None, site: Site, launcher: str, run_dir: Pat
         variables: names of the variables that launch sets; a container's own values must not replace them.
 
     Raises:
-        UserError: the runtime or the image is missing, or the runtime requires another launcher, or an option that
-            srun lacks.
+        UserError: the runtime or the image is missing, the runtime requires another launcher or an option that srun
+            lacks, or the run directory cannot be mounted.
     """
     site_container = site.job.container
     image = wanted or site_container.image
@@ -65,7 +67,7 @@ def choose_container(wanted: str | None, site: Site, launcher: str, run_dir: Pat
         raise UserError(f"{runtime}, which is required to run {image}, is not on PATH", where=source,
                         instead="load its module, name another runtime in the site file, or pass --container none")
     return RankContainer(image, runtime, source,
-                         words=_command_prefix(runtime, image, run_dir, site_container.options))
+                         words=_command_prefix(runtime, image, run_dir, site_container.options, source))
 
 
 def _is_on_path(program: str, env: Mapping[str, str]) -> bool:
@@ -82,13 +84,21 @@ def _resolve_image(image: str, source: str) -> str:
     return str(path)
 
 
-def _command_prefix(runtime: str, image: str, run_dir: Path, options: tuple[str, ...]) -> tuple[str, ...]:
+def _command_prefix(runtime: str, image: str, run_dir: Path, options: tuple[str, ...],
+                    source: str) -> tuple[str, ...]:
     if runtime == "shifter":
         # shifter mounts the site's file systems by default.
         return (runtime, f"--image={image}", *options)
     if runtime == "podman-hpc":
-        folders = dict.fromkeys((str(run_dir), os.getcwd()))
+        folders = check_mounts((str(run_dir), os.getcwd()), ":", source)
         return (runtime, "run", "--rm", "--env-host", "--network=host", "--ipc=host",
                 *(f"--volume={folder}:{folder}" for folder in folders), f"--workdir={os.getcwd()}", *options, image)
     # Apptainer mounts the working directory, the home directory and /tmp by default, and keeps the environment.
-    return (runtime, "exec", "--bind", str(run_dir), *options, image)
+    gpu = () if _GPU_OPTIONS.intersection(options) else _gpu_option()
+    return (runtime, "exec", "--bind", *check_mounts((str(run_dir),), ":,", source), *gpu, *options, image)
+
+
+def _gpu_option() -> tuple[str, ...]:
+    """Return Apptainer's option that gives the container the GPUs of this node, if any."""
+    vendor = gpu_driver()
+    return () if vendor is None else ("--nv",) if vendor == "NVIDIA" else ("--rocm",)

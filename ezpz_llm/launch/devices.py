@@ -43,6 +43,11 @@ def visible_devices(env: Mapping[str, str]) -> Devices:
     return Devices((), "no accelerator driver found")
 
 
+def gpu_driver() -> str | None:
+    """Return the vendor of this node's GPU driver: "NVIDIA" or "AMD"; None if neither has a device."""
+    return "NVIDIA" if _entries(_NVIDIA) else "AMD" if _amd_nodes() else None
+
+
 def has_no_accelerator(env: Mapping[str, str]) -> bool:
     """Return True if this node certainly has no usable accelerator of any vendor; False if unsure."""
     visible = visible_devices(env)

@@ -19,6 +19,7 @@ from ezpz_llm.base import (
 )
 from ezpz_llm.launch.addresses import Rendezvous
 from ezpz_llm.launch.binding.rank_binding import Binding
+from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.hostlist import fold_counts
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.placement import Placement
@@ -177,5 +178,5 @@ def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
 def forwarded_names(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
     """Return the names of the variables to pass to ranks on other nodes."""
     inherited = [name for name in env if name not in RANKS_OWN
-                 and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))]
+                 and (name in (*FORWARDED, *MASKS) or name.startswith(FORWARDED_PREFIXES))]
     return tuple(sorted({*inherited, *settings, *(set(RENDEZVOUS_VARIABLES) & env.keys())}))

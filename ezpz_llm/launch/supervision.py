@@ -43,6 +43,11 @@ _OUTER_RANK_VARIABLES = {*RANKS_OWN, *TORCHS_OWN}
 mpiexec and srun replace variables of MPI, but the new ranks would read torch's variables as their own.
 """
 
+_REJECTED_BY_SRUN = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
+"""Variables of a job with --ntasks-per-gpu. srun reads them as options, and rejects them together with
+--ntasks-per-node or --gpus-per-task. mpiexec may start srun too.
+"""
+
 _CONSOLE_LIMIT_S = 3.0
 """Time limit for the console to accept the remaining output of a run that launch ended."""
 _POLL_S = 0.1
@@ -91,7 +96,8 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, command_limit_s: float | N
 
 
 def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
-    env = {name: value for name, value in os.environ.items() if name not in _OUTER_RANK_VARIABLES}
+    removed = {*_OUTER_RANK_VARIABLES, *_REJECTED_BY_SRUN}
+    env = {name: value for name, value in os.environ.items() if name not in removed}
     env |= {name: setting.value for name, setting in plan.env.items()}
     sys.stdout.flush()
     try:

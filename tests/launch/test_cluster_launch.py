@@ -303,3 +303,13 @@ launch --run-dir mpiexec --launcher mpiexec python3 devices.py; echo rc=$?
     for run in ("node", "mpiexec"):
         assert _devices_used(tmp_path / run) == [("n1", "0,1", 0), ("n1", "0,1", 1), ("n2", "0,1", 0),
                                                   ("n2", "0,1", 1)]
+
+
+def test_a_job_that_requests_tasks_per_gpu(gpu_cluster, tmp_path: Path) -> None:
+    """srun rejects such a job's variables together with launch's options."""
+    (tmp_path / "devices.py").write_text(_DEVICES)
+    output = _batch(gpu_cluster, tmp_path, "-N2 --gpus-per-node=2 --ntasks-per-gpu=1", """
+launch --run-dir r python3 devices.py; echo rc=$?
+""")
+    assert output.count("rc=0") == 1, output
+    assert [host for host, _, _ in _devices_used(tmp_path / "r")] == ["n1", "n1", "n2", "n2"]

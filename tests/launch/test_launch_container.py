@@ -16,6 +16,8 @@ import step_standin
 from launch_runs import launch, need_mpiexec, scheduler as make_program
 
 from ezpz_llm.base import UserError
+from ezpz_llm.launch import devices
+from ezpz_llm.launch.container import choose_container
 from ezpz_llm.launch.sites import Container, find_site
 
 _APPTAINER = """
@@ -90,6 +92,32 @@ def test_the_words_of_each_runtime(tmp_path: Path, container: str, wanted: str) 
     assert line == wanted.replace("R:R", f"{tmp_path}/r:{tmp_path}/r").replace("CWD", str(tmp_path)).replace(
         "--bind R", f"--bind {tmp_path}/r")
     assert plan["sources"]["container"] == "--container"
+
+
+@pytest.mark.parametrize(("folder", "options", "words"), [
+    ("_NVIDIA", [], ("--nv",)), ("_NVIDIA", ["--nvccli"], ("--nvccli",)), ("_AMD", [], ("--rocm",)),
+    (None, [], ())])
+def test_apptainer_gives_the_container_this_nodes_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       folder: str | None, options: list[str],
+                                                       words: tuple[str, ...]) -> None:
+    for name in ("_NVIDIA", "_AMD"):
+        monkeypatch.setattr(devices, name, tmp_path / "driver" if name == folder else tmp_path / "absent")
+    (tmp_path / "driver/1").mkdir(parents=True)
+    (tmp_path / "driver/1/gpu_id").write_text("7\n")
+    env = {"PATH": str(make_program(tmp_path / "bin", "apptainer", ":"))}
+    site = find_site(_site(tmp_path, f"{{ options = {json.dumps(options)} }}"), env)
+    chosen = choose_container("docker://x", site, "mpiexec", tmp_path / "r", (), env)
+    assert chosen.words == ("apptainer", "exec", "--bind", str(tmp_path / "r"), *words, "docker://x")
+
+
+def test_a_folder_that_cannot_be_mounted_is_rejected(tmp_path: Path) -> None:
+    programs = make_program(tmp_path / "bin", "apptainer", ":")
+    said = _refused(tmp_path, "--container", "docker://x", "--run-dir", "run 09:30",
+                    PATH=f"{programs}:/usr/bin:/bin")
+    assert f"the container cannot mount {tmp_path}/run 09:30, because ':' separates its paths" in said
+    env = _slurm(tmp_path, "srun")
+    site = _site(tmp_path, '{ image = "x#y", runtime = "pyxis" }')
+    assert "because ',' separates" in _refused(tmp_path, "--site", site, "--run-dir", "a,b", **env)
 
 
 def test_srun_takes_the_whole_step_inside(tmp_path: Path) -> None:

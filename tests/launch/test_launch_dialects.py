@@ -14,8 +14,10 @@ from launch_runs import CAPTURED, launch
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.binding.logical_cores import logical_cores
 from ezpz_llm.launch.binding.rank_binding import Binding
+from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.dialects import choose_launcher, identify, srun, torchrun
 from ezpz_llm.launch.dialects.work import Built, Dialect, Launcher, Work, mask
+from ezpz_llm.launch.environment import forwarded_names
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.placement import Placement
 
@@ -94,12 +96,25 @@ def test_uneven_ranks() -> None:
     assert "--host n1:1,n2:2 --map-by slot:OVERSUBSCRIBE" in _words(_built("openmpi5", uneven))
     words = _words(_built("srun", uneven))
     assert "--distribution=arbitrary" in words
-    assert "--ntasks-per-node" not in words
+    assert not {"--ntasks-per-node", "-N"} & {*words.split()}  # srun 23.11 rejects both with this distribution
     assert words.endswith("--nodelist n1,n2,n2")
     with pytest.raises(UserError, match=r"PALS fills nodes in order and cannot place \[1, 2\] ranks"):
         _built("pals", uneven)
     # --ppn fills nodes in order, the last one partly.
     assert "-n 3 --ppn 2 " in _words(_built("pals", _work(("n1", 2), ("n2", 1))))
+
+
+def test_open_mpi_5_cannot_read_a_rank_file_with_a_colon_in_its_path() -> None:
+    work = _work(*_TWO, bound="list", node_list_path=Path("/r/09:30/hostfile"))
+    with pytest.raises(UserError, match="Open MPI 5 cannot read a rank file in /r/09:30"):
+        _built("openmpi5", work)
+    assert "--rankfile /r/09:30/rankfile" in _words(_built("openmpi4", work))
+    assert "--bind-to none" in _words(_built("openmpi5", replace(work, binding=_work(*_TWO).binding)))
+
+
+def test_device_masks_reach_other_nodes() -> None:
+    env = {name: "2,3" for name in MASKS} | {"UNRELATED": "1"}
+    assert forwarded_names(env, {}) == tuple(sorted(MASKS))
 
 
 def test_long_host_lists_go_into_a_file() -> None:

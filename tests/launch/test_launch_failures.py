@@ -159,8 +159,15 @@ def test_slurms_words() -> None:
         ("slurmstepd: error: Detected 2 oom-kill event(s) in StepId=5.0 cgroup. Some of your processes may have"
          " been killed by the cgroup out-of-memory handler.", log_kinds.MEMORY),
         ("srun: error: n1: task 0: Out Of Memory", log_kinds.MEMORY),
+        # Slurm 25.05 and newer name the signal.
+        ("slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE to SIGNAL Terminated ***",
+         log_kinds.CANCELLED),
+        ("slurmstepd: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE to SIGNAL Killed ***",
+         log_kinds.STEP_CANCELLED),
     ):
         assert _means(words) == [("Slurm", means)]
+    failed = "slurmstepd: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TASK FAILURE ***"
+    assert _means(failed) == []
 
 
 def test_words_of_pbs_and_pals() -> None:
@@ -369,6 +376,22 @@ def test_what_to_try_next(tmp_path: Path) -> None:
     post_mortem = postmortem_of(run_dir, _sixteen())
     assert (post_mortem.kind, post_mortem.code) == ("node_failed", 143)
     assert "leave n2 out: launch --hosts n1 python3" in post_mortem.text
+
+
+@pytest.mark.parametrize(("typed", "again"), [
+    ("launch python3 x.py --hosts a,b", "launch --hosts 'n1,n[3-4]' python3 x.py --hosts a,b"),
+    ("launch --nodes 4 python3 x.py", "launch --hosts 'n1,n[3-4]' python3 x.py"),
+    ("launch --hosts n[1-4] -n 8 --ppn 2 x", "launch --hosts 'n1,n[3-4]' -n 6 --ppn 2 x"),
+    ("launch -n 8 -- x -n 8", "launch --hosts 'n1,n[3-4]' -n 6 -- x -n 8"),
+])
+def test_the_command_without_a_failed_node(tmp_path: Path, typed: str, again: str) -> None:
+    """launch's own options for nodes and ranks change; options of the program do not."""
+    run_dir = _run(tmp_path, [], words="srun: error: Node failure on n2\n")
+    update_record(run_dir, launch={"typed": typed.split(), "hosts": [f"n{number}" for number in range(1, 5)],
+                                   "ranks_per_host": [2] * 4, "world_size": 8, "launcher": "srun",
+                                   "env": {"EZPZ_LLM_RUN_ID": "abc"}})
+    facts = _facts(world_size=8, hosts=tuple(f"n{number}" for number in (1, 1, 2, 2, 3, 3, 4, 4)))
+    assert f"try: leave n2 out: {again}\n" in f"{postmortem_of(run_dir, facts).text}\n"
 
 
 def test_ranks_are_compared(tmp_path: Path) -> None:

@@ -300,6 +300,8 @@ def test_lsf_forms(tmp_path: Path) -> None:
     allocation = find_allocation(env)
     assert (allocation.job_id, [(host.name, host.slots) for host in allocation.hosts]) == (
         "7[3]", [("h1", 2), ("h2", 1)])
+    for index, job in (("10", "7[10]"), ("100", "7[100]"), ("0", "7"), ("", "7")):
+        assert find_allocation(env | {"LSB_JOBINDEX": index}).job_id == job
     with pytest.raises(UserError, match=r"LSF job 7: .*not a list of hostnames, each with a slot"):
         find_allocation({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "h1 h2"})
     assert LsfScheduler().job_id("Job <12> is submitted to default queue <normal>.") == "12"

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from launch_runs import CAPTURED, captured_env
+from launch_runs import CAPTURED, captured_env, scheduler as make_program
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import devices as devices_module, hostfile
@@ -301,3 +301,14 @@ def test_a_host_without_any_accelerator(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("_NVIDIA", "_AMD"):
         monkeypatch.setattr(devices_module, name, tmp_path / "no")
     assert has_no_accelerator({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == none
+
+
+@pytest.mark.parametrize("files", ["StdErr=OUT\n   StdOut=/dev/null", "StdErr=\n   StdOut=OUT"])
+def test_the_cancellation_is_read_from_the_jobs_output_file(tmp_path: Path, files: str) -> None:
+    """Slurm 25.11 leaves StdErr empty unless it was requested."""
+    line = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE to SIGNAL Terminated ***\n"
+    (tmp_path / "job.log").write_text(f"loss 2.0\n{line}")
+    text = f"JobId=7\n   {files}\n".replace("OUT", str(tmp_path / "job.log"))
+    path = make_program(tmp_path / "bin", "scontrol", f"cat <<'END'\n{text}END")
+    env = {"SLURM_JOB_ID": "7", "PATH": f"{path}:/usr/bin:/bin"}
+    assert SlurmScheduler().cancellations(env, 0.0) == line

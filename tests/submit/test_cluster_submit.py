@@ -133,6 +133,28 @@ def test_slurm_template_submitted_by_hand(cluster: Cluster, tmp_path: Path) -> N
                                                                                             "rank0001.log"]
 
 
+@pytest.mark.full
+def test_a_task_of_an_array_requeues_only_itself(cluster: Cluster, tmp_path: Path) -> None:
+    """The last task, whose job id is the id of the array, requeues itself as jobs/slurm.sh does."""
+    [again] = re.findall(r"^again=.*$", (data_dir("jobs") / "slurm.sh").read_text(), re.MULTILINE)
+    (tmp_path / "array.sh").write_text(f"""#!/bin/bash
+#SBATCH --array=1-2 --nodes=1 --requeue
+echo $SLURM_RESTART_COUNT >> {tmp_path}/task$SLURM_ARRAY_TASK_ID
+while [ ! -e {tmp_path}/task1 ]; do sleep 0.1; done
+if [ $SLURM_ARRAY_TASK_ID = 2 ] && [ -z "$SLURM_RESTART_COUNT" ]; then
+    {again}
+    "${{again[@]}}"
+fi
+while [ $(wc -l < {tmp_path}/task2) -lt 2 ]; do sleep 0.1; done
+""")
+    done = cluster.run("sbatch", "--parsable", tmp_path / "array.sh", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    until(lambda: not slurm_jobs(cluster))
+    assert (tmp_path / "task2").read_text().split() == ["1"]
+    assert (tmp_path / "task1").read_text().split() == []
+    assert len((tmp_path / "task1").read_text().splitlines()) == 1
+
+
 class Pbs:
     """PBS stand-in in its own folder."""
 

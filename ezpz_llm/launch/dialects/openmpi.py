@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from ezpz_llm.base import UserError
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.binding.logical_cores import logical_cores
 from ezpz_llm.launch.dialects.work import (
@@ -35,7 +36,13 @@ def build_5(program: str, work: Work) -> Built:
     """Return a command line for Open MPI 5, which passes explicit cores, if any, in a rank file by `--map-by`.
 
     Without `--bind-to core`, OVERSUBSCRIBE would override the cores in the rank file.
+
+    Raises:
+        UserError: the path of the rank file contains a colon.
     """
+    if ":" in str(work.node_list_path) and work.binding.cores:
+        raise UserError(f"Open MPI 5 cannot read a rank file in {work.node_list_path.parent}, because ':' separates"
+                        " its options", where="--run-dir", instead="a run directory without ':', or --bind none")
     mapping = ("--map-by", "rankfile:file={}:OVERSUBSCRIBE", "--bind-to", "core")
     return _build(program, work, mapping, "PRTE_MCA_plm_slurm_args", "PRTE_MCA_plm_ssh_agent")
 

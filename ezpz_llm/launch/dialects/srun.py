@@ -24,13 +24,15 @@ def build(program: str, work: Work) -> Built:
     the ranks.
     """
     validate_command(program, work)
-    argv = [program, "-N", str(len(work.hosts)), "-n", str(work.placement.world_size)]
+    size = ("-n", str(work.placement.world_size))
     if work.placement.uniform:
-        argv += ["--ntasks-per-node", str(work.placement.most), "--distribution=block"]
+        argv = [program, "-N", str(len(work.hosts)), *size, "--ntasks-per-node", str(work.placement.most),
+                "--distribution=block"]
         nodes = list(work.hosts)
     else:
-        # Unequal numbers of ranks require a list that names a node once per rank.
-        argv += ["--distribution=arbitrary"]
+        # Unequal numbers of ranks require a list that names a node once per rank. srun 23.11 and newer reject -N
+        # with it.
+        argv = [program, *size, "--distribution=arbitrary"]
         nodes = [name for name, count in work.placement.ranks for _ in range(count)]
     argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), *_overcommit(work), *_devices(work),
              "--overlap", "--export=ALL", "--wait=0", "--kill-on-bad-exit=0", "--input=0"]

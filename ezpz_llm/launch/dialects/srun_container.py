@@ -29,7 +29,8 @@ def step_options(runtime: str, image: str, launcher: str, run_dir: Path, variabl
         source: the option or site file that names the image.
 
     Raises:
-        UserError: another launcher starts the ranks, or srun lacks the runtime's plug-in.
+        UserError: another launcher starts the ranks, srun lacks the runtime's plug-in, or a folder cannot be
+            mounted.
     """
     option = IMAGE_OPTIONS[runtime]
     if launcher != "srun":
@@ -42,7 +43,24 @@ def step_options(runtime: str, image: str, launcher: str, run_dir: Path, variabl
                         instead="another runtime in the site file, or --container none")
     if runtime != "pyxis":
         return (f"{option}={image}",)
-    folders = dict.fromkeys((str(run_dir), os.getcwd()))
+    folders = check_mounts((str(run_dir), os.getcwd()), ":,", source)
     # Variables that the image sets would otherwise keep the image's values.
     return (f"{option}={image}", f"--container-mounts={','.join(f'{folder}:{folder}' for folder in folders)}",
             f"--container-workdir={os.getcwd()}", f"--container-env={','.join(sorted(variables))}")
+
+
+def check_mounts(folders: Iterable[str], separators: str, source: str) -> tuple[str, ...]:
+    """Return the distinct folders, which can be mounted in a container.
+
+    Args:
+        separators: characters that separate paths in the runtime's option, which has no escape for them.
+
+    Raises:
+        UserError: a folder contains a separator.
+    """
+    for folder in folders:
+        if found := next((character for character in separators if character in folder), None):
+            raise UserError(f"the container cannot mount {folder}, because {found!r} separates its paths",
+                            where=source, instead=f"a run directory and a working directory without {found!r}, or"
+                                                  " --container none")
+    return tuple(dict.fromkeys(folders))

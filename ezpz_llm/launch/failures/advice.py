@@ -13,9 +13,9 @@ from ezpz_llm.launch.failures.log_kinds import SSH
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, ranks_with_same_failure
-from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.launch.hostlist import fold_hostnames, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
-from ezpz_llm.launch.option_parsing import remove_options
+from ezpz_llm.launch.option_parsing import parse, remove_options, value_of
 from ezpz_llm.rundir import RunDir
 
 _MAX_HOSTS = 8
@@ -130,8 +130,15 @@ def _advise_to_exclude(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, t
         return f"use a node other than {bad}"
     if typed is None:
         return f"leave {bad} out: run your command with launch --hosts …"
-    typed = remove_options(typed, "--hosts")
-    command = resume_command(run_dir, typed) or shlex.join(typed)
-    if len(remaining) <= 16:
-        command = command.replace("launch ", f"launch --hosts {','.join(remaining)} ", 1)
-    return f"leave {bad} out: {command}"
+    again = _without_hosts(typed, remaining, facts)
+    return f"leave {bad} out: {resume_command(run_dir, again) or shlex.join(again)}"
+
+
+def _without_hosts(typed: Sequence[str], remaining: Sequence[str], facts: RunFacts) -> list[str]:
+    """Return the command line for the remaining nodes, with as many ranks as they had in the run."""
+    command = parse(typed[1:]).command
+    options = typed[1:len(typed) - len(command)]
+    changed = ["--hosts", fold_hostnames(remaining)]
+    if value_of(options, "-n") is not None:
+        changed += ["-n", str(sum(map(facts.hosts.count, remaining)))]
+    return [typed[0], *changed, *remove_options(options, "--hosts", "--nodes", "-n"), *command]

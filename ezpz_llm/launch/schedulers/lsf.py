@@ -71,7 +71,7 @@ class LsfScheduler(BatchScheduler):
         counts, source = self._read_slots(env, job_id)
         if not counts or len(counts) > MAX_NODES:
             raise self.unknown_nodes_error(job_id, f"{source} names {len(counts):,} nodes", source, env, source)
-        if index := env.get("LSB_JOBINDEX", "0").strip("0"):
+        if (index := env.get("LSB_JOBINDEX", "0")) not in ("", "0"):
             job_id = f"{job_id}[{index}]"
         if shutil.which(_STEP_LAUNCHER, path=env.get("PATH", os.defpath)):
             return self._jsrun_allocation(job_id, counts, source)

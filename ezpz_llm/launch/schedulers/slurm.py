@@ -94,9 +94,10 @@ class SlurmScheduler(BatchScheduler):
         (NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
         (REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
         (PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
-        # srun also cancels a step like this after a task has failed; only a user cancels a job.
-        (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
-        (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+        # srun also cancels a step like this after a task has failed; only a user cancels a job. Slurm 25.05 and
+        # newer name the signal.
+        (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE to SIGNAL [\w ]+ )?\*\*\*"),
+        (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ (?:DUE to SIGNAL [\w ]+ )?\*\*\*"),
         (MEMORY, r"error: Detected \d+ oom[-_]kill event"),
         (MEMORY, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): Out Of Memory"),
         (ENDED, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): "
@@ -109,7 +110,10 @@ class SlurmScheduler(BatchScheduler):
     )
     """Written from captured output; the memory limit and preemption from Slurm's source code."""
     PROGRAM, TEMPLATE, DIRECTIVE = "sbatch", "slurm.sh", "#SBATCH"
-    AGAIN = MappingProxyType({"scontrol": "scontrol", "requeue": "requeue", "JOB": '"$SLURM_JOB_ID"'})
+    # The id of an array's last task is also the id of the whole array.
+    AGAIN = MappingProxyType({
+        "scontrol": "scontrol", "requeue": "requeue",
+        "JOB": '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"'})
     HINTS = ((r"account|project", "--account"), (r"partition|qos", "--queue"), (r"time limit", "--time"),
              (r"node count|node configuration|[Nn]odes", "--nodes"), (r"reservation", "--reservation"))
 
@@ -181,7 +185,9 @@ class SlurmScheduler(BatchScheduler):
         if not job:
             return ""
         description = ask_command(("scontrol", "show", "job", job), env, _SCONTROL_TIMEOUT_S, tries=1).text or ""
-        path = re.search(r"^[ \t]*StdErr=(\S.*)$", description, re.MULTILINE)
+        # Slurm 25.11 and newer leave StdErr empty if it is the same file as StdOut.
+        path = (re.search(r"^[ \t]*StdErr=(\S.*)$", description, re.MULTILINE)
+                or re.search(r"^[ \t]*StdOut=(\S.*)$", description, re.MULTILINE))
         if path is None:
             return ""
         lines = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",
