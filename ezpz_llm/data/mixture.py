@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.data.corpora import CORPORA
-from ezpz_llm.data.hub import HUB_PREFIX
+from ezpz_llm.data.hub import HUB_PREFIX, find_dataset
 from ezpz_llm.data.shards import samples_per_block
 
 _MAX_COMMAS = 8
@@ -73,6 +73,16 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     weights = [part.number or 0.0 for part in parts]
     samples_per_block([part.corpus for part in parts], weights)
     return [(part.corpus, weight) for part, weight in zip(parts, weights, strict=True)]
+
+
+def absolute_corpus(words: str) -> str:
+    """Return a corpus or mixture with absolute paths instead of relative ones."""
+    if parts := find_mixture(words):
+        return ",".join(f"{absolute_corpus(corpus)}={weight!r}" for corpus, weight in parts)
+    if words in CORPORA:
+        return words
+    dataset = find_dataset(words)
+    return str(user_path(words).absolute()) if dataset is None else dataset.words
 
 
 def canonical_corpus(corpus: str) -> str:

@@ -35,7 +35,7 @@ from ezpz_llm.data.tokenizer_files import (
 )
 
 END_OF_TEXT = "<|endoftext|>"
-_TOKENIZERS = ("bytes", "char", "gpt2")
+TOKENIZERS = ("bytes", "char", "gpt2")
 
 GPT2_VOCAB = PublicFile(
     what="the vocabulary of the gpt2 tokenizer", folder="tiktoken", name="vocab.bpe", size=456_318,
@@ -172,7 +172,7 @@ def get_tokenizer(name: str, characters: str = "") -> Tokenizer:
         return CharTokenizer(characters)
     if name == "gpt2":
         return _checked(EncodingTokenizer("gpt2", _GPT2_PIECES, read_merges(GPT2_VOCAB.find().read_text("utf-8"))))
-    raise unknown_name_error("tokenizer", name, _TOKENIZERS)
+    raise unknown_name_error("tokenizer", name, TOKENIZERS)
 
 
 def _checked(tokenizer: EncodingTokenizer) -> EncodingTokenizer:
@@ -367,11 +367,11 @@ def choose_tokenizer(words: str) -> Choice:
     Raises:
         UserError: neither a name nor a path, no supported tokenizer at that path, or its library is not installed.
     """
-    if words in _TOKENIZERS:
+    if words in TOKENIZERS:
         return Choice(words, words)
     path = user_path(words).absolute()
     if not os.path.exists(path):  # also False if the name is too long for a path
-        raise unknown_name_error("tokenizer", words, _TOKENIZERS,
+        raise unknown_name_error("tokenizer", words, TOKENIZERS,
                                  where=f"--tokenizer, which also accepts {_ACCEPTED}")
     entry = find_entry(path)
     if entry is None:

@@ -55,10 +55,10 @@ def find_source(where: str, option: str) -> Source:
     path = user_path(where)
     if path.is_dir():
         is_hf = (path / CONFIG).is_file() or (path / _ADAPTER).is_file()
-        return _hf_source(path) if is_hf else _checkpoint_source(path, option)
+        return _hf_source(path) if is_hf else checkpoint_source(path, option)
     # "runs/a" looks like a hub id, but means a missing run.
     if not path.is_absolute() and path.parent.name and (path.parent.is_dir() or path.parent == Path("runs")):
-        return _checkpoint_source(path, option)
+        return checkpoint_source(path, option)
     if path.exists() or not _HUB_ID.fullmatch(where):
         raise UserError(f"no folder at {path}", where=option,
                         instead="a run directory, a checkpoint, or a Hugging Face folder or hub id")
@@ -101,7 +101,15 @@ def _hf_source(folder: Path) -> Source:
     return Source("hf", folder, from_hf(stored, str(path)), None, None)
 
 
-def _checkpoint_source(path: Path, option: str) -> Source:
+def checkpoint_source(path: Path, option: str) -> Source:
+    """Return the source for a checkpoint, or for the newest intact one of a run directory.
+
+    Args:
+        option: command-line option of `path`, for messages.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or its model is not supported.
+    """
     try:
         folder = find(path)
     except DamagedCheckpointError:

@@ -79,6 +79,4 @@ def _advice(config: RunConfig, name: str, before: object) -> str:
     if name in MODEL_OVERRIDES and getattr(config, name) is not None:
         option = f"--{name.replace('_', '-')}"
         return f"omit {option}, or pass {option} {json.dumps(before)}"
-    if config.init_from is not None:
-        return f"restore the config.json of {config.init_from}, which has changed since the run began"
     return "omit --model, since --resume restores the run's model, or start a new run without --resume"

@@ -18,7 +18,7 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import choose_tokenizer as choose_tokenizer
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.hellaswag import read_items
-from ezpz_llm.hf.source import Source, find_source, with_model_changes
+from ezpz_llm.hf.source import Source, checkpoint_source, find_source, with_model_changes
 from ezpz_llm.hf.tokenizer import tokenizer_argument_for
 from ezpz_llm.hf.weight_files import check_weight_files
 from ezpz_llm.layout.batch import SPELLINGS, option_of
@@ -63,7 +63,7 @@ class RunPlan:
     model: ModelConfig
     resolved: Resolved
     init_weights_source: Source | None = None
-    """Source of the initial weights; None for random ones."""
+    """Source of the initial weights; None for random ones, and on resume."""
     verbose: bool = False
     """Print all settings and measurements, not only the most important ones."""
 
@@ -241,7 +241,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *,
     if plan.config.hellaswag is not None:
         read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
-    if plan.init_weights_source is not None and plan.config.resume is None:
+    if plan.init_weights_source is not None:
         check_weight_files(plan.init_weights_source)
     if plan.config.resume is not None:
         _check_resume(plan, plan.config.resume, tokens)
@@ -318,7 +318,7 @@ _NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "
 
 
 def _choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
-    """Return the model, its name, and the source of its initial weights (None for random ones).
+    """Return the model, its name, and the source of its initial weights (None for random ones, and on resume).
 
     Args:
         named: the model's name was set, by an option, file or preset.
@@ -329,7 +329,7 @@ def _choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, S
     overrides = {name: getattr(config, name) for name in MODEL_OVERRIDES}
     if config.init_from is None:
         return get_model_config(config.model, **overrides), config.model, None
-    source = find_source(config.init_from, "--init-from")
+    source = _weights_to_load(config.init_from, config.resume)
     if named:
         model = get_model_config(config.model, **overrides)
         for name in differing_settings(model, source.model, _NOT_SHAPE)[:1]:
@@ -337,7 +337,18 @@ def _choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, S
                             f"in the model and {getattr(source.model, name)} in the weights",
                             where=str(source.folder), instead="omit --model: the weights set the shape")
     name = config.model if named else PurePath(config.init_from).name or str(source.folder)
-    return with_model_changes(source.model, str(source.folder), **overrides), name, source
+    model = with_model_changes(source.model, str(source.folder), **overrides)
+    return model, name, source if config.resume is None else None
+
+
+def _weights_to_load(init_from: str, resume: str | None) -> Source:
+    """Return the source of the run's first weights: the checkpoint on resume, else the initial weights.
+
+    A resumed run does not need the initial weights. They may have been moved or removed.
+    """
+    if resume is not None:
+        return checkpoint_source(Path(resume), "--resume")
+    return find_source(init_from, "--init-from")
 
 
 def with_tokenizer(options: Options) -> Options:
@@ -350,7 +361,6 @@ def with_tokenizer(options: Options) -> Options:
     config = options.config
     if config.init_from is None:
         return options
-    tokenizer = tokenizer_argument_for(find_source(config.init_from, "--init-from"), config.tokenizer,
-                                       config.corpus,
-                                       asked=options.origin("tokenizer") not in NOT_FROM_USER)
+    tokenizer = tokenizer_argument_for(_weights_to_load(config.init_from, config.resume), config.tokenizer,
+                                       config.corpus, asked=options.origin("tokenizer") not in NOT_FROM_USER)
     return options if tokenizer == config.tokenizer else options.set(WEIGHTS, tokenizer=tokenizer)

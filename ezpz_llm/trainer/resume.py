@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import RunRecord, read_record
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import Options
+from ezpz_llm.trainer.recorded_settings import recorded_settings
 from ezpz_llm.trainer.resume_data import check_data
 
 AUTO = "auto"
@@ -104,7 +105,7 @@ def _check_unchanged(given: Options, run: RunDir, record: RunRecord, step: int) 
     saved = record.config or {}
     sources = read_sources(record.sources)
     differing = []
-    for name, value in asdict(given.config).items():
+    for name, value in recorded_settings(given.config).items():
         if name in {*_PER_ATTEMPT, "steps"} or name not in saved or _is_same(value, saved[name]):
             continue
         before, origin = sources.get(name, DEFAULT), given.origin(name)

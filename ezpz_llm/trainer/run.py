@@ -139,7 +139,7 @@ def make_engine(plan: RunPlan, dist: Dist, separator: int | None = None) -> Engi
         separator: token between documents, if the model masks other documents.
     """
     config = plan.config
-    source = plan.init_weights_source if config.resume is None else None
+    source = plan.init_weights_source
     with nullcontext() if source is None else open_for_ranks(source, dist) as weights:
         model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type,
                          None if weights is None else weights.read)

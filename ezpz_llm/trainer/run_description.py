@@ -32,6 +32,7 @@ from ezpz_llm.trainer.check_report import setting_warnings, settings_by_source
 from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
 from ezpz_llm.trainer.memory_estimate import memory_warning
 from ezpz_llm.trainer.plan import RunPlan
+from ezpz_llm.trainer.recorded_settings import recorded_settings
 
 
 def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> None:
@@ -42,7 +43,7 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
         return
     plan.resolved.write(dist.run_dir, dist.side)
     dist.side.update_record(
-        dist.run_dir, config=asdict(plan.config), model=asdict(plan.model),
+        dist.run_dir, config=recorded_settings(plan.config), model=asdict(plan.model),
         sources={name: source.as_record() for name, source in plan.sources.items()},
         parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
         data=_describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),

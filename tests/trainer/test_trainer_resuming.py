@@ -15,16 +15,21 @@ from launch_runs import launch, left_over, start
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.layout import ops
+from ezpz_llm.layout.batch import option_of
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record, update_record
 from ezpz_llm.rundir.value_source_record import Source
 from ezpz_llm.train import main
 from ezpz_llm.trainer import loop
+from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.trainer.recorded_settings import recorded_settings
 from ezpz_llm.trainer.resume import find_resume_point
 from ezpz_llm.trainer.run import run
 
@@ -257,8 +262,57 @@ def test_another_mixture_is_rejected_by_its_parts(train, tmp_path, monkeypatch):
     again = [*words, "--steps", "3", "--resume", "run", "--check", "--corpus"]
     assert main([*again, f"./a.txt=0.5, {tmp_path / 'b.txt'}=0.5"]) == 0
     for other in ("a.txt=0.6,b.txt=0.4", "b.txt=0.5,a.txt=0.5", "a.txt"):
-        with pytest.raises(UserError, match=re.escape(f"--corpus a.txt=0.5,b.txt=0.5, not {other}")):
+        before = f"{tmp_path}/a.txt=0.5,{tmp_path}/b.txt=0.5"
+        with pytest.raises(UserError, match=re.escape(f"--corpus {before}, not {other}")):
             main([*again, other])
+    same = [*words, "--steps", "1", "--corpus", "a.txt=0.5,b.txt=0.5", "--resume", "run"]
+    assert find_resume_point(parse(same)).complete
+
+
+def test_a_fine_tuned_run_resumes_without_its_initial_weights(train, tmp_path, monkeypatch):
+    """Remove the initial weights, and resume from another working directory."""
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("to be or not to be, that is the question\n" * 90)
+    words = [*SMALL, "--corpus", "text.txt", "--ds-config", "ddp"]
+    assert train(*words, "--tokenizer", "char", "--steps", "1", "--run-dir", "first")[0] == 0
+    assert train(*words, "--init-from", "first", "--steps", "2", "--run-dir", "tuned")[0] == 0
+    Path("first").rename("moved")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    words = ["--resume", "../tuned", "--run-dir", "on", "--steps", "4"]
+    assert main([*words, "--check"]) == 0
+    code, out = train(*words)
+    assert code == 0
+    assert "resuming after step 2" in out
+    settings = read_record(RunDir(Path("on"))).config
+    assert {name: settings[name] for name in ("init_from", "corpus", "model")} == {
+        "init_from": str(tmp_path / "first"), "corpus": str(tmp_path / "text.txt"), "model": "first"}
+    assert read_state(find("on")).tokenizer == read_state(find(tmp_path / "moved")).tokenizer
+
+
+def test_recorded_paths_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("text.txt", "more.txt"):
+        Path(name).write_text("x")
+    for name in ("hf", "rows", "stdlib"):
+        Path(name).mkdir()
+
+    def recorded(*words: str) -> dict[str, object]:
+        settings = recorded_settings(parse(words).config)
+        return {name: value for name, value in settings.items()
+                if name != "lr" and value != getattr(TrainConfig, name)}  # --init-from also changes lr
+
+    assert recorded() == {}
+    assert recorded("--corpus", "shakespeare", "--tokenizer", "gpt2", "--ds-config", "zero2", "--init-from",
+                    "openai/gpt2") == {"corpus": "shakespeare", "tokenizer": "gpt2", "ds_config": "zero2",
+                                       "init_from": "openai/gpt2"}
+    for corpus, absolute in (("text.txt=0.25,stdlib=0.75", f"{tmp_path}/text.txt=0.25,stdlib=0.75"),
+                             ("hf:rows", f"hf:{tmp_path}/rows"), ("hf:owner/rows", "hf:owner/rows"),
+                             ("fineweb-edu", "fineweb-edu"), ("./stdlib", f"{tmp_path}/stdlib")):
+        assert recorded("--corpus", corpus) == {"corpus": absolute}
+    for name in ("tokenizer", "init_from", "ds_config", "hellaswag", "nvme_path", "resume"):
+        assert recorded(option_of(name), "hf") == {name: f"{tmp_path}/hf"}
 
 
 def test_a_complete_run_rejects_changed_options(six_steps):
