@@ -57,7 +57,8 @@ def find_resume_point(options: Options) -> ResumePoint:
 
     Raises:
         UserError: `--resume` names neither a run nor a checkpoint; the checkpoint is damaged; the run used other
-            data; or the run is complete, and options differ from its own.
+            data; the run has no checkpoint, and was resumed from one that is gone; or the run is complete, and
+            options differ from its own.
     """
     config = options.config
     if config.resume is None:
@@ -71,26 +72,47 @@ def find_resume_point(options: Options) -> ResumePoint:
     record = read_record(run)
     given = options
     is_own = own_dir is not None and Path(own_dir).resolve() == run.path.resolve()
-    if has_checkpoint(target):
-        options = _with_settings(options, run, record).set(options.sources["resume"], resume=str(target))
-        state, steps = read_state(find(target)), options.config.steps
-        step = state.step
-        if step != steps:
-            check_data(options, _chosen(given), run, record, state)
-            return ResumePoint(options)
-        _check_unchanged(given, run, record, step)
-        return ResumePoint(options, complete=f"{target} is complete, step {step} of {steps}: nothing is left to do")
-    if not run.record.exists() and config.resume != AUTO:
-        find(target)  # raises an error that describes the problem
+    is_saved = has_checkpoint(target)
+    if not is_saved and config.resume != AUTO:
+        if Path(target) != run.path or not run.record.exists():
+            find(target)  # raises an error that describes the problem
+        if record.config is None:
+            raise UserError(f"the run in {target} ended before it recorded its settings", where="--resume",
+                            instead="repeat the command that started that run")
     options = _with_settings(options, run, record).set(options.sources["resume"], resume=None)
-    if is_own and options.config.save_every < 0 and record.steps == options.config.steps:
-        _check_unchanged(given, run, record, options.config.steps)
+    steps = options.config.steps
+    if is_own and not is_saved and options.config.save_every < 0 and record.steps == steps:
+        _check_unchanged(given, run, record, steps)
         return ResumePoint(options, complete=f"{target} is complete, without checkpoints: nothing is left to do")
-    has_begun = run.metrics.exists()
-    notes: tuple[str, ...] = ()
-    if has_begun or config.resume != AUTO:
-        notes = (f"{target} ended before its first checkpoint: the run starts over",)
-    return ResumePoint(options, notes, renames_old_metrics=has_begun and is_own)
+    checkpoint = target if is_saved else _parent_checkpoint(run, record)
+    if checkpoint is None:
+        has_begun = run.metrics.exists()
+        note = f"{target} ended before its first checkpoint: the run starts over"
+        return ResumePoint(options, (note,) if has_begun or config.resume != AUTO else (),
+                           renames_old_metrics=has_begun and is_own)
+    options = options.set(given.sources["resume"], resume=str(checkpoint))
+    state = read_state(find(checkpoint))
+    if is_saved and state.step == steps:
+        _check_unchanged(given, run, record, steps)
+        message = f"{target} is complete, step {steps} of {steps}: nothing is left to do"
+        return ResumePoint(options, complete=message)
+    check_data(options, _chosen(given), run, record, state)
+    note = f"{target} ended before its first checkpoint: the run resumes from {checkpoint}, as that run did"
+    return ResumePoint(options, () if is_saved else (note,))
+
+
+def _parent_checkpoint(run: RunDir, record: RunRecord) -> str | None:
+    """Return the path that a run without checkpoints was resumed from; None if it began at step 1.
+
+    Raises:
+        UserError: there is no checkpoint at that path.
+    """
+    parent = record.settings.resume
+    if parent is not None and not has_checkpoint(parent):
+        raise UserError(f"the run was resumed from {parent}, where no checkpoint is left, and saved none itself",
+                        where=f"--resume {run.path}",
+                        instead=f"restore {parent}, or start a new run in another --run-dir without --resume")
+    return parent
 
 
 def rename_old_metrics(run_dir: RunDir) -> Path:

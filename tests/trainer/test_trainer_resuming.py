@@ -61,8 +61,8 @@ def train(monkeypatch, capsys):
     return run_it
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(RunDir(run_dir).metrics)]
+def losses(run_dir: str | Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunDir(Path(run_dir)).metrics)]
 
 
 def test_one_command_goes_through_all_of_it(train, tmp_path, capsys):
@@ -169,6 +169,47 @@ def test_runs_with_nothing_saved(train, tmp_path, capsys):
         with pytest.raises(UserError):
             find_resume_point(parse(["--resume", str(tmp_path / wrong)]))
     assert "starts in a new directory" in find_resume_point(parse(["--resume", "auto"])).notes[0]
+
+
+def test_a_run_without_checkpoints_resumes_from_the_checkpoint_it_began_with(train, tmp_path, monkeypatch):
+    """Resume it in a new directory, in its own, after a run without checkpoints, and once its origin is gone."""
+    monkeypatch.chdir(tmp_path)
+    assert train(*SMALL, "--ds-config", "ddp", "--steps", "2", "--run-dir", "a")[0] == 0
+    with pytest.raises(Died):
+        train("--resume", "a", "--run-dir", "b", "--steps", "9", "--save-every", "100", "--beta2", "0.9", dies=6)
+    assert losses("b")
+    begun = f"b ended before its first checkpoint: the run resumes from {tmp_path}/a, as that run did"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, out = train("--resume", "../b", "--run-dir", "c", "--steps", "4")
+    assert (code, f"note: ../{begun}\n" in out) == (0, True), out
+    assert f"resuming after step 2 (4 samples) from {tmp_path}/a/checkpoints/step-00000002\n" in out
+    assert [line["step"] for line in read_lines(RunDir(Path("c")).metrics)] == [3, 4]
+    assert read_record(RunDir(Path("c"))).config["beta2"] == 0.9
+    monkeypatch.chdir(tmp_path)
+    own = ["--run-dir", "b", "--resume", "auto", "--save-every", "-1"]
+    code, out = train(*own)
+    assert (code, f"note: {begun}\n" in out) == (0, True), out
+    assert [line["step"] for line in read_lines(RunDir(Path("b")).metrics)] == list(range(3, 10))
+    assert list(Path("b").glob("metrics-before-*")) == []
+    assert "b is complete, without checkpoints" in find_resume_point(parse(own)).complete
+    Path("a").rename("moved")
+    for more in (["--resume", "b", "--steps", "12"], [*own, "--steps", "12"]):
+        with pytest.raises(UserError, match=f"resumed from {tmp_path}/a, where no checkpoint is left") as caught:
+            find_resume_point(parse(more))
+        assert f"restore {tmp_path}/a" in caught.value.instead
+
+
+def test_only_a_run_directory_with_settings_starts_over(train, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(*SMALL, "--ds-config", "ddp", "--steps", "1", "--run-dir", run_dir)[0] == 0
+    with pytest.raises(UserError, match="no run directory or checkpoint at") as caught:
+        find_resume_point(parse(["--resume", str(run_dir / "checkpoints/step-00000002")]))
+    assert "step-00000001" in caught.value.instead
+    update_record(RunDir(tmp_path / "killed").create(), launch={"typed": ["launch", "train"]})
+    with pytest.raises(UserError, match="killed ended before it recorded its settings"):
+        find_resume_point(parse(["--resume", str(tmp_path / "killed")]))
+    assert find_resume_point(parse(["--resume", "auto", "--run-dir", str(tmp_path / "killed")])).notes == ()
 
 
 @pytest.fixture(scope="module")
