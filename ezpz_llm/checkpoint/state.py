@@ -28,6 +28,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
         guard: state of the spike detector.
         callbacks: states of other callbacks, by name.
         user: values that a user's script saves, by name.
+        param_groups: hyperparameters of the groups of a script's optimizer.
     """
 
     step: Step
@@ -41,6 +42,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     guard: dict[str, Any] | None = None
     callbacks: dict[str, dict[str, Any]] = {}
     user: dict[str, Any] = {}
+    param_groups: list[dict[str, Any]] = []
 
     @property
     def callback_states(self) -> dict[str, dict[str, Any]]:

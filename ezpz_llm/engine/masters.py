@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ezpz_llm.base import UserError
 from ezpz_llm.dist.private_names import foreach_copy_, foreach_mul_
 from ezpz_llm.engine.precision import parameter_dtype
 from ezpz_llm.model.init import defer_values, take_values
@@ -42,6 +43,8 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
     overlapped with the backward pass. Call `finish_backward` after each backward pass, and `finish_reduction`
     before a step.
 
+    The backward pass raises a UserError for a gradient that arrives after its bucket's reduction has started.
+
     Attributes:
         reduces: True if the next backward pass is the last one before a step.
     """
@@ -55,7 +58,8 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
             peers: number of ranks in the group.
             reduced: dtype of the gradient reduction.
         """
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        parameters = list(self._names)
         self._masters = {parameter: parameter.detach().clone() for parameter in parameters}
         self._group, self._share = group, 1.0 / peers
         self._outdated = set(parameters)  # gradients are of the previous step
@@ -105,6 +109,11 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
     def _accumulate(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         bucket = self._bucket_of[parameter]
+        if bucket.is_reducing:
+            # Adding it to this rank's sum would make the weights of the ranks differ.
+            raise UserError(f"the gradient of {self._names[parameter]} was computed again after its reduction over"
+                            " ranks had started", where="layout ddp",
+                            instead="use_reentrant=False in torch.utils.checkpoint, which computes it once")
         bucket.computed[parameter] = None
         if len(bucket.computed) < len(bucket.parameters):
             return
@@ -133,9 +142,10 @@ class MasterWeights(Mapping[nn.Parameter, Tensor]):
         bucket.computed.clear()
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        gradient = self._masters[parameter].grad
-        assert gradient is not None
-        return gradient
+        master = self._masters[parameter]
+        if master.grad is None:  # after a script's optimizer.zero_grad()
+            master.grad = self._bucket_of[parameter].views[parameter].zero_()
+        return master.grad
 
     def _reduce(self, end: int) -> None:
         """Start reducing the buckets up to `end`, in the same order on all ranks."""
@@ -150,6 +160,7 @@ class _Bucket:
     Attributes:
         computed: parameters with a gradient of the current backward pass, in order (a dict for its order).
         is_ready: True if the gradients of the step are complete.
+        views: gradient of each parameter's master weights.
     """
 
     def __init__(self, parameters: list[nn.Parameter], masters: Mapping[nn.Parameter, Tensor],
@@ -161,8 +172,15 @@ class _Bucket:
         self._work: tuple[torch.distributed.Work, Tensor] | None = None
         sizes = [parameter.numel() for parameter in parameters]
         self.gradients = torch.zeros(sum(sizes), device=parameters[0].device)
-        for parameter, flat in zip(parameters, self.gradients.split(sizes), strict=True):
-            masters[parameter].grad = flat.view(parameter.shape)
+        self.views = {parameter: flat.view(parameter.shape)
+                      for parameter, flat in zip(parameters, self.gradients.split(sizes), strict=True)}
+        for parameter, view in self.views.items():
+            masters[parameter].grad = view
+
+    @property
+    def is_reducing(self) -> bool:
+        """True between `reduce` and `wait`."""
+        return self._work is not None
 
     def reduce(self, group: ProcessGroup | None) -> None:
         """Start the all-reduce of the bucket."""

@@ -16,11 +16,12 @@ def option_of(name: str) -> str:
 
 
 def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation: int | None, dp_size: int, *,
-                default_micro_batch: int = 4, where: str | None = None) -> Batch:
+                default_micro_batch: int | None = 4, where: str | None = None) -> Batch:
     """Compute the missing sizes; any two of the three determine the third.
 
     Without a global batch, a missing micro-batch is `default_micro_batch` and a missing accumulation is 1. With a
     global batch alone, the micro-batch is the largest size up to `default_micro_batch` that divides a rank's share.
+    If it is None, the accumulation is 1.
 
     Raises:
         UserError: a size is below 1, the sizes contradict each other or do not divide (with the nearest valid
@@ -32,7 +33,7 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
             raise UserError(f"a {name} of {value} sequences" if name != "accumulation" else f"{value} micro-steps",
                             where=where, instead="1 or more")
     if global_batch is None:
-        micro_batch = micro_batch or default_micro_batch
+        micro_batch = micro_batch or default_micro_batch or 1
         accumulation = accumulation or 1
         return Batch(micro_batch * accumulation * dp_size, micro_batch, accumulation, dp_size)
     if micro_batch is not None and accumulation is not None:
@@ -50,7 +51,8 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
     else:
         _check_divides(global_batch, 1, dp_size, None, where)
         share = global_batch // dp_size
-        micro_batch = max(size for size in range(1, min(share, default_micro_batch) + 1) if share % size == 0)
+        largest = min(share, default_micro_batch or share)
+        micro_batch = max(size for size in range(1, largest + 1) if share % size == 0)
         accumulation = share // micro_batch
     return Batch(global_batch, micro_batch, accumulation, dp_size)
 

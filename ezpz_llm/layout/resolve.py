@@ -136,7 +136,7 @@ class Request:
         optimizer: a name of `ezpz_llm.layout.optimizers`.
         nvme_path: folder on each node for state that a layout offloads to files.
         grad_accum_dtype, reduce_dtype: dtypes of gradient accumulation and reduction, "fp32" or "bf16".
-        default_micro_batch: maximum micro-batch if the settings do not determine it.
+        default_micro_batch: maximum micro-batch if the settings do not determine it; None for an accumulation of 1.
         sources: source of each value, by name, including lr and other hyperparameters. A value without an entry was
             typed on the command line.
     """
@@ -158,7 +158,7 @@ class Request:
     nvme_path: str | None = None
     grad_accum_dtype: str | None = None
     reduce_dtype: str | None = None
-    default_micro_batch: int = DEFAULT_MICRO_BATCH
+    default_micro_batch: int | None = DEFAULT_MICRO_BATCH
     sources: Mapping[str, ValueSource] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -184,7 +184,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     """Wrap a model as in `wrap`, but in a given run, such as certify's single-process reference run."""
     resolved = _accept_any_optimizer(resolve(Request(
         str(ds_config), run.world_size, micro_batch=micro_batch, accumulation=accumulation, clip=clip,
-        precision="fp32", device=run.device.type, default_micro_batch=1, sources={"precision": DEFAULT})))
+        precision="fp32", device=run.device.type, default_micro_batch=None, sources={"precision": DEFAULT})))
     plan = tp_plan or getattr(model, "tp_plan", None) or {}
     _check_layout(resolved, run, plan)
     check_optimizer(model, optimizer)
@@ -265,11 +265,35 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
     _require_known_state(model.optimizer)
     with run.phase("checkpoints"):
         return save(model.engine, run.dist, run.dist.run_dir,
-                    Progress(step=step, hf_config=hf_settings(model.module), user=state))
+                    Progress(step=step, hf_config=hf_settings(model.module), user=state,
+                             param_groups=[_hyperparameters(group) for group in model.optimizer.param_groups]))
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of an optimizer's parameter group, and its tuples of numbers such as betas."""
+    plain = {name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+             for name, value in group.items() if name != "params"}
+    return {name: value for name, value in plain.items()
+            if all(isinstance(part, int | float) for part in (value if isinstance(value, tuple) else (value,)))}
+
+
+def _restore_hyperparameters(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Set saved hyperparameters, as `load_state_dict` of torch's optimizers does: schedulers continue from lr."""
+    if len(groups) != len(optimizer.param_groups):
+        return
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in saved.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str, Any] | None:
     """Load the newest intact checkpoint of a run directory, or a given checkpoint. Collective.
+
+    Restores the learning rate and other numbers of the optimizer's parameter groups, if the number of groups is the
+    same. A scheduler needs its own `load_state_dict`.
 
     `record` continues after the checkpoint's step.
 
@@ -292,6 +316,7 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
     run_together(run.dist, lambda: _check_path(Path(where)), on_main=True)
     loaded = load_newest(where, model.engine, run.dist,
                          lambda folder, state: check_hf_settings(state.hf_config, model.module, folder))
+    _restore_hyperparameters(model.optimizer, loaded.state.param_groups)
     run.step = loaded.state.step
     run.begin_step()
     saved = as_plain(loaded.state)

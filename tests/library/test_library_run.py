@@ -132,3 +132,111 @@ def test_step_times_exclude_evaluation_and_are_means_over_steps(tmp_path: Path):
     assert record["summary"]["wall"]["evaluation"] > 9 * 0.1
     assert record["summary"]["val_loss"] == 2.0
     assert "evaluation" in command(tmp_path, "-m", "ezpz_llm.explain", "run")
+
+
+_SCHEDULED = """
+import sys, torch, ezpz_llm
+ezpz_llm.setup()
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+wrapped = ezpz_llm.wrap(model, optimizer, sys.argv[1])
+scheduler = getattr(torch.optim.lr_scheduler, sys.argv[2])(optimizer, *map(float, sys.argv[3].split(",")))
+begin = 0
+if len(sys.argv) > 4:
+    state = ezpz_llm.load_checkpoint(wrapped, sys.argv[4])
+    begin = state["step"]
+    scheduler.load_state_dict(state["scheduler"])
+for step in range(begin + 1, 7):
+    print(f"{step}:{wrapped.lr:.6f}")
+    wrapped.backward(wrapped(torch.ones(2, 8)).square().mean())
+    wrapped.step()
+    scheduler.step()
+    if step == 3:
+        ezpz_llm.save_checkpoint(wrapped, step, scheduler=scheduler.state_dict())
+print(optimizer.param_groups[0]["betas"])
+ezpz_llm.finish()
+"""
+
+
+@pytest.mark.parametrize(("scheduler", "arguments", "layouts"), [
+    ("StepLR", "2,0.5", ("ddp", "zero1")), ("CosineAnnealingLR", "8", ("zero1", "fsdp2"))])
+def test_a_resumed_schedule_continues(tmp_path: Path, scheduler: str, arguments: str, layouts: tuple[str, str]):
+    """Schedulers compute the next learning rate from the current one, which the checkpoint restores."""
+    (tmp_path / "scheduled.py").write_text(_SCHEDULED)
+    first = command(tmp_path, "scheduled.py", layouts[0], scheduler, arguments)
+    again = command(tmp_path, "scheduled.py", layouts[1], scheduler, arguments, run_dir_of(tmp_path))
+    assert re.findall(r"^[456]:.*$", first, re.MULTILINE) == re.findall(r"^[456]:.*$", again, re.MULTILINE)
+    assert "(0.9, 0.999)" in again
+
+
+def test_a_ds_config_with_only_the_batch_size_does_not_accumulate(tmp_path: Path):
+    (tmp_path / "z.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 1}}')
+    (tmp_path / "batch.py").write_text("""
+import torch, ezpz_llm
+ezpz_llm.setup()
+model = torch.nn.Linear(8, 1)
+model = ezpz_llm.wrap(model, torch.optim.AdamW(model.parameters()), "z.json")
+model.backward(model(torch.ones(64, 8)).square().mean())
+print("accumulation", model.accumulation, "stepped", model.step() is not None)
+ezpz_llm.finish()
+""")
+    assert "accumulation 1 stepped True" in command(tmp_path, "batch.py")
+
+
+def test_a_script_may_clear_gradients(tmp_path: Path):
+    """Check that zero_grad discards gradients as in torch, and changes nothing after a step."""
+    (tmp_path / "clear.py").write_text("""
+import torch, ezpz_llm
+ezpz_llm.setup()
+weights = []
+for clears in (False, True):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    wrapped = ezpz_llm.wrap(model, optimizer, "bf16.json", accumulation=2)
+    for step in range(4):
+        if clears and step % 2 == 0:
+            wrapped.backward(wrapped(torch.full((2, 8), 7.0)).mean() * 0)
+            optimizer.zero_grad()
+        else:
+            wrapped.backward(wrapped(torch.ones(2, 8)).mean() * 0)
+        wrapped.step()
+        wrapped.backward(wrapped(torch.ones(2, 8)).square().mean())
+        wrapped.step()
+        if clears:
+            optimizer.zero_grad()
+    weights.append(wrapped.module.weight.float())
+print("equal", torch.equal(*weights))
+ezpz_llm.finish()
+""")
+    (tmp_path / "bf16.json").write_text('{"ezpz_llm": {"engine": "ddp"}, "bf16": {"enabled": true}}')
+    assert "equal True" in command(tmp_path, "clear.py")
+
+
+@pytest.mark.full
+def test_ranks_do_not_diverge_under_reentrant_checkpointing(tmp_path: Path):
+    """Check the error for a shared weight's second gradient, after the all-reduce of the first has started."""
+    need_mpiexec()
+    (tmp_path / "shared.py").write_text("""
+import sys, torch, ezpz_llm
+from torch.utils.checkpoint import checkpoint
+run = ezpz_llm.setup()
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2**20)
+    def forward(self, x):
+        return sum(checkpoint(lambda part: self.head(part).square().mean(), part, use_reentrant=True)
+                   for part in self.inner(x).chunk(2))
+torch.manual_seed(0)
+model = Model()
+model = ezpz_llm.wrap(model, torch.optim.AdamW(model.parameters()), "bf16.json")
+model.backward(model(torch.full((4, 8), float(run.rank + 1))))
+""")
+    (tmp_path / "bf16.json").write_text('{"ezpz_llm": {"engine": "ddp"}, "bf16": {"enabled": true}}')
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "2", sys.executable, "shared.py"],
+                          cwd=tmp_path, env=clean_env(OMP_NUM_THREADS="1"), capture_output=True, text=True,
+                          timeout=scaled(300), check=False)
+    assert done.returncode != 0
+    assert "was computed again after its reduction over ranks had started" in done.stdout + done.stderr
+    assert "use_reentrant=False" in done.stdout + done.stderr
