@@ -60,7 +60,8 @@ class Family:
 
     Attributes:
         nodes: variable with the number of nodes.
-        requires: variables that must be set too; if one is not, the rank variable belongs to another launcher.
+        requires: variables that must be set too, and not be negative; otherwise the rank variable belongs to
+            another launcher.
     """
 
     name: str
@@ -74,7 +75,8 @@ class Family:
     requires: tuple[str, ...] = ()
 
 
-# A batch script has SLURM_PROCID=0 too; only tasks of a step have SLURM_STEP_ID.
+# A batch script has SLURM_PROCID=0 too; only tasks of a step have SLURM_STEP_ID, or since Slurm 26.05, one that is
+# not negative.
 _SRUN = Family("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), "SLURM_LOCALID", (), ("SLURM_NODEID",),
                tasks_per_node="SLURM_STEP_TASKS_PER_NODE", requires=("SLURM_STEP_ID",))
 # dist.setup sets LOCAL_SIZE for DeepSpeed.
@@ -243,8 +245,12 @@ def _planned_position(rank: int, world_size: int, planned: list[int]) -> tuple[i
 
 
 def _is_set(family: Family, env: Mapping[str, str]) -> bool:
-    names = (family.rank, *family.requires)
-    return all(env.get(name) for name in names) and _first_set(family.size, env) is not None
+    return _has_rank(family, env) and _first_set(family.size, env) is not None
+
+
+def _has_rank(family: Family, env: Mapping[str, str]) -> bool:
+    required = [env.get(name) for name in family.requires]
+    return bool(env.get(family.rank)) and all(value and not value.startswith("-") for value in required)
 
 
 def _require_rank_and_size(env: Mapping[str, str]) -> None:
@@ -257,7 +263,7 @@ def _require_rank_and_size(env: Mapping[str, str]) -> None:
 def _reject_rank_without_size(env: Mapping[str, str]) -> None:
     # Without this error, every rank would become rank 0 of 1.
     for family in _families(env):
-        if env.get(family.rank) and all(env.get(name) for name in family.requires):
+        if _has_rank(family, env):
             raise UserError(f"{family.rank}={env[family.rank]} is set, but {' and '.join(family.size)}"
                             f" {'is' if len(family.size) == 1 else 'are'} not",
                             where=f"environment ({family.name})",

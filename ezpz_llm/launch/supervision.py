@@ -23,7 +23,7 @@ from ezpz_llm.launch.node import folder as node_folder
 from ezpz_llm.launch.node.messages import StopOrder, order_signal, order_stop, take_stacks
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import Relay, is_same_file, print_stderr, print_unless_blocked, warn
-from ezpz_llm.launch.schedulers import scheduler_here
+from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.launch.teardown import Teardown
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir import hide, secret_values, write_atomic
@@ -41,11 +41,6 @@ _OUTER_RANK_VARIABLES = {*RANKS_OWN, *TORCHS_OWN}
 """Rank variables of an outer rank, or left over in the shell, that are removed from the environment.
 
 mpiexec and srun replace variables of MPI, but the new ranks would read torch's variables as their own.
-"""
-
-_REJECTED_BY_SRUN = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
-"""Variables of a job with --ntasks-per-gpu. srun reads them as options, and rejects them together with
---ntasks-per-node or --gpus-per-task. mpiexec may start srun too.
 """
 
 _CONSOLE_LIMIT_S = 3.0
@@ -96,7 +91,7 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, command_limit_s: float | N
 
 
 def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
-    removed = {*_OUTER_RANK_VARIABLES, *_REJECTED_BY_SRUN}
+    removed = _OUTER_RANK_VARIABLES.union(*(scheduler.CONFLICTING for scheduler in schedulers().values()))
     env = {name: value for name, value in os.environ.items() if name not in removed}
     env |= {name: setting.value for name, setting in plan.env.items()}
     sys.stdout.flush()

@@ -17,7 +17,7 @@ from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.dialects import choose_launcher, identify, srun, torchrun
 from ezpz_llm.launch.dialects.work import Built, Dialect, Launcher, Work, mask
-from ezpz_llm.launch.environment import forwarded_names
+from ezpz_llm.launch.environment import forwarded_names, is_users_choice
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.placement import Placement
 
@@ -166,6 +166,17 @@ def test_launchers_own_daemons_start_inside_a_slurm_step() -> None:
     assert "PRTE_MCA_plm_slurm_args" in _built("openmpi5", inside).env
     assert "OMPI_MCA_plm_slurm_args" in _built("openmpi4", inside).env
     assert not _built("mpich", _work(*_TWO)).env
+
+
+def test_the_users_ssh_does_not_get_the_options_that_slurm_sets_for_srun() -> None:
+    """Slurm 23.02 and newer set these variables in a job."""
+    for name, launcher, options in (("mpich", "HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXTRA_ARGS"),
+                                    ("intel", "I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")):
+        env = {"HYDRA_BOOTSTRAP": "slurm", options: "--external-launcher"}
+        assert _built(name, _work(*_TWO, scheduler="slurm", env=env | {launcher: "ssh"})).env[options][0] == ""
+        assert options not in _built(name, _work(*_TWO, scheduler="slurm", env=env | {launcher: "slurm"})).env
+        assert not is_users_choice(options, env)
+        assert is_users_choice(options, {options: "--my-option"})
 
 
 def test_unsupported_work_is_rejected() -> None:

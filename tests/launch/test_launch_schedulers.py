@@ -49,6 +49,8 @@ def test_two_spellings_are_one_host() -> None:
 _PAIR = [("n1", 2), ("n2", 2)]
 _ENVIRONMENTS = {
     "slurm/env_sbatch_script.txt": ("slurm", _PAIR),
+    # Slurm 26.05 sets SLURM_STEP_ID=-5 in a batch script.
+    "slurm/env_sbatch_26_05.txt": ("slurm", _PAIR),
     "slurm/env_sbatch_N2_no_ntasks.txt": ("slurm", [("n1", None), ("n2", None)]),
     "slurm/env_sbatch_N3_n5.txt": ("slurm", [("n1", 2), ("n2", 2), ("n3", 1)]),
     "slurm/env_sbatch_gaps_c2.txt": ("slurm", [("n1", 1), ("n3", 1), ("n4", 1)]),

@@ -44,6 +44,7 @@ PALS_AURORA = {"PALS_RANKID": "13", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE":
     ("slurm/env_srun_one_task_step.txt", (0, 1, 0, 1, 0), "srun (SLURM_PROCID)"),
     # Neither is a rank, although a batch script has SLURM_PROCID=0 and SLURM_NTASKS=4.
     ("slurm/env_sbatch_script.txt", (0, 1, 0, 1, 0), "single process"),
+    ("slurm/env_sbatch_26_05.txt", (0, 1, 0, 1, 0), "single process"),
     ("slurm/env_salloc_shell.txt", (0, 1, 0, 1, 0), "single process"),
 ])
 def test_environments_of_real_launchers(file, expected, source):

@@ -12,6 +12,7 @@ from ezpz_llm.launch.dialects.work import (
     validate_command,
 )
 from ezpz_llm.launch.hostlist import expand_numbers
+from ezpz_llm.launch.schedulers.slurm import EXTERNAL_LAUNCHER
 
 _USER_VARIABLES = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP",
                    "I_MPI_HYDRA_BOOTSTRAP_EXEC")
@@ -38,6 +39,7 @@ def build_mpich(program: str, work: Work) -> Built:
         bind = ("-launcher", "rsh", "-launcher-exec", shell[0], *bind)
         if shell[1:]:
             env["HYDRA_LAUNCHER_EXTRA_ARGS"] = (" ".join(shell[1:]), REMOTE_SHELL)
+    env |= _without_srun_options(work, "HYDRA_LAUNCHER_EXTRA_ARGS", ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"))
     return _build(program, work, bind, env)
 
 
@@ -61,6 +63,7 @@ def build_intel(program: str, work: Work) -> Built:
         launcher = ("-bootstrap", "rsh", "-bootstrap-exec", shell[0])
         if shell[1:]:
             env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = (" ".join(shell[1:]), REMOTE_SHELL)
+    env |= _without_srun_options(work, "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS", ("I_MPI_HYDRA_BOOTSTRAP",))
     return _build(program, work, launcher, env)
 
 
@@ -70,6 +73,14 @@ def _starts_by_srun(work: Work) -> bool:
 
 def _remote_shell(work: Work) -> tuple[str, ...]:
     return () if _is_users_choice(work) else work.remote_shell
+
+
+def _without_srun_options(work: Work, variable: str, launchers: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Clear the options that Slurm sets in a job for Hydra's srun, if the user chose ssh or another launcher."""
+    chosen = next(filter(None, map(work.env.get, launchers)), "slurm")
+    if chosen == "slurm" or work.env.get(variable) != EXTERNAL_LAUNCHER:
+        return {}
+    return {variable: ("", f"{chosen} would reject srun's option {EXTERNAL_LAUNCHER}")}
 
 
 def _is_users_choice(work: Work) -> bool:

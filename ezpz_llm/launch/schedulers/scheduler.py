@@ -173,6 +173,7 @@ class Scheduler(ABC):
             missing.
         JOB_PREFIXES: prefixes of its variables, which describe one job and are not passed on to another.
         USER_VARIABLES: variables with such a prefix that configure its commands.
+        CONFLICTING: variables of a job that its launcher rejects together with launch's options.
         SITE_VARIABLES: variables by which site files may identify the machine.
         HOSTFILE_COMMANDS: shell commands that write the job's nodes to the file `hosts`, the best first.
         COMMANDS: commands by which doctor finds the scheduler on PATH.
@@ -194,6 +195,7 @@ class Scheduler(ABC):
     TRACES: tuple[str, ...] = ()
     JOB_PREFIXES: tuple[str, ...] = ()
     USER_VARIABLES: tuple[str, ...] = ()
+    CONFLICTING: tuple[str, ...] = ()
     SITE_VARIABLES: tuple[str, ...] = ()
     HOSTFILE_COMMANDS: tuple[HostfileCommand, ...] = ()
     COMMANDS: tuple[str, ...] = ()

@@ -43,7 +43,8 @@ _MAX_GROUPS = 128
 """Slurm's limit on the components of a heterogeneous job."""
 _FIRST_SPECIAL_STEP = 4294967290
 """First special step id in slurm.h: the job's batch script, its shell (salloc under
-LaunchParameters=use_interactive_step), and similar steps, which hold none of the job's resources."""
+LaunchParameters=use_interactive_step), and similar steps, which hold none of the job's resources. Slurm 26.05 sets
+them as negative numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ _STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES")
 _SCONTROL_TIMEOUT_S, _STEP_TIMEOUT_S = 3.0, 10.0
 _TAIL_BYTES = 1 << 16
 _SLACK_S = 60.0
+EXTERNAL_LAUNCHER = "--external-launcher"
+"""Option of srun that Slurm 23.02 and newer pass in a job's variables to the srun of mpiexec."""
+_HYDRA_OPTIONS = ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
 _RDZV_NETWORK = "disable_rdzv_get"
 """--network option that FI_CXI_RDZV_PROTO=alt_read requires: OLCF's "PyTorch on Frontier" sets both or neither.
 Slurm puts a job's --network into SLURM_NETWORK."""
@@ -78,6 +82,8 @@ class SlurmScheduler(BatchScheduler):
               "SLURM_TASKS_PER_NODE", "SLURM_HET_SIZE")
     JOB_PREFIXES = ("SLURM_",)
     USER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
+    # srun rejects these together with --ntasks-per-node or --gpus-per-task.
+    CONFLICTING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
     SITE_VARIABLES = ("SLURM_CLUSTER_NAME",)
     COMMANDS = ("sbatch", "srun")
     HOSTFILE_COMMANDS = (
@@ -212,13 +218,17 @@ class SlurmScheduler(BatchScheduler):
         """Return how often Slurm has requeued the job."""
         return whole_number(env.get("SLURM_RESTART_COUNT", "")) or 0
 
+    def sets_variable(self, name: str, env: Mapping[str, str]) -> bool:
+        """Return True for Hydra's options with Slurm's value."""
+        return name in _HYDRA_OPTIONS and env.get(name) == EXTERNAL_LAUNCHER
+
     def local_folder(self, env: Mapping[str, str]) -> Path | None:
         """Return SLURM_TMPDIR, which some sites set."""
         return Path(env["SLURM_TMPDIR"]) if env.get("SLURM_TMPDIR") else None
 
     def mpi_advice(self, env: Mapping[str, str]) -> tuple[str, str] | None:
         """Return the reason and the fix if srun started this rank without PMI variables."""
-        if not env.get("SLURM_STEP_ID") or any(name.startswith(("PMI_", "PMIX_")) for name in env):
+        if _own_step(env) is None or any(name.startswith(("PMI_", "PMIX_")) for name in env):
             return None
         plugin = env.get("SLURM_MPI_TYPE", "not set")
         return (f"srun set no PMI or PMIx variables, and SLURM_MPI_TYPE is {plugin}",
@@ -226,7 +236,7 @@ class SlurmScheduler(BatchScheduler):
 
     def own_step(self, env: Mapping[str, str]) -> str | None:
         """Return the id of this process's step as "JOB.STEP", or None."""
-        job, step = env.get(self.JOB_VARIABLE), env.get("SLURM_STEP_ID")
+        job, step = env.get(self.JOB_VARIABLE), _own_step(env)
         return f"{job}.{step}" if job and step else None
 
     def kill_steps(self, steps: Sequence[str]) -> None:
@@ -298,8 +308,8 @@ class SlurmScheduler(BatchScheduler):
 
 
 def _own_step(env: Mapping[str, str]) -> str | None:
-    step = env.get("SLURM_STEP_ID", "")
-    return None if (whole_number(step) or 0) >= _FIRST_SPECIAL_STEP else step or None
+    number = whole_number(env.get("SLURM_STEP_ID", ""))
+    return None if number is None or number >= _FIRST_SPECIAL_STEP else str(number)
 
 
 def _cores(env: Mapping[str, str]) -> dict[str, int]:
