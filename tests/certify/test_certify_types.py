@@ -182,10 +182,6 @@ OTHERS = {
     "master gradients not reduced": Fault(
         edited(masters._Bucket, "reduce", ("work = torch", "return\n    work = torch")),
         "ddp", ("norm: the gradient is not reduced",)),
-    "master gradients reduced in each micro-step": Fault(
-        edited(torch_engine.TorchEngine, "forward", ("self.masters.reduces = last_micro_step",
-                                                     "self.masters.reduces = True")),
-        "ddp", ("add_: Partial type on axis dp in a linear op requires all operands to be Partial",)),
     "gradients of ddp not reduced": Fault(
         edited(torch_engine.TorchEngine, "_wrap", ('== 1 or', '>= 1 or')),
         "ddp", ("DistributedDataParallel: no gradient is reduced",)),

@@ -128,7 +128,7 @@ def _advise_to_exclude(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, t
     bad = ", ".join(hosts)
     if not remaining:
         return f"use a node other than {bad}"
-    if typed is None:
+    if not typed:
         return f"leave {bad} out: run your command with launch --hosts …"
     again = _without_hosts(typed, remaining, facts)
     return f"leave {bad} out: {resume_command(run_dir, again) or shlex.join(again)}"
