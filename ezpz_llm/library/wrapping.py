@@ -270,11 +270,18 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of an optimizer's parameter group, and its tuples of numbers such as betas."""
+    """Return the numbers of an optimizer's parameter group, and its tuples of numbers such as betas.
+
+    Flags such as `fused` depend on the device, so the script sets them.
+    """
     plain = {name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
              for name, value in group.items() if name != "params"}
     return {name: value for name, value in plain.items()
-            if all(isinstance(part, int | float) for part in (value if isinstance(value, tuple) else (value,)))}
+            if all(map(_is_number, value if isinstance(value, tuple) else (value,)))}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _restore_hyperparameters(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -320,6 +327,7 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
     run.step = loaded.state.step
     run.begin_step()
     saved = as_plain(loaded.state)
+    saved.pop("param_groups", None)
     return {**saved, **saved.pop("user", {}), "rng_restored": loaded.rng_restored}
 
 
