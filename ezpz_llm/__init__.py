@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ezpz_llm.base import UserError
     from ezpz_llm.base.version import __version__
+    from ezpz_llm.library.checkpoints import load_checkpoint, save_checkpoint
     from ezpz_llm.library.hugging_face import trainer_callback
     from ezpz_llm.library.run import Run, finish, phase, record, setup
     from ezpz_llm.library.target import Target
-    from ezpz_llm.library.wrapping import Wrapped, load_checkpoint, save_checkpoint, wrap
+    from ezpz_llm.library.wrapping import Wrapped, wrap
     from ezpz_llm.trainer.callbacks.callback import Callback
 
 __all__ = ["Callback", "Run", "Target", "UserError", "Wrapped", "__version__", "finish", "load_checkpoint", "phase",
@@ -23,7 +24,8 @@ __all__ = ["Callback", "Run", "Target", "UserError", "Wrapped", "__version__", "
 _MODULES = {"Callback": "trainer.callbacks.callback", "UserError": "base", "__version__": "base.version",
            "Target": "library.target", "trainer_callback": "library.hugging_face",
            **dict.fromkeys(("Run", "finish", "phase", "record", "setup"), "library.run"),
-           **dict.fromkeys(("Wrapped", "load_checkpoint", "save_checkpoint", "wrap"), "library.wrapping")}
+           **dict.fromkeys(("Wrapped", "wrap"), "library.wrapping"),
+           **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "library.checkpoints")}
 
 
 def __getattr__(name: str) -> Any:

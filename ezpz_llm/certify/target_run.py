@@ -28,7 +28,8 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.optimizer_state import Slice
 from ezpz_llm.library.run import Run
 from ezpz_llm.library.target import Target
-from ezpz_llm.library.wrapping import Wrapped, has_known_state, on_tensors, wrap_in
+from ezpz_llm.library.checkpoints import has_known_state
+from ezpz_llm.library.wrapping import Wrapped, on_tensors, wrap_in
 from ezpz_llm.observe import StepTimeline, WallClock
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
