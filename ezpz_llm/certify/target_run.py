@@ -26,9 +26,9 @@ from ezpz_llm.certify.target_statistics import StatisticsByRank
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.optimizer_state import Slice
+from ezpz_llm.library.checkpoints import has_known_state
 from ezpz_llm.library.run import Run
 from ezpz_llm.library.target import Target
-from ezpz_llm.library.checkpoints import has_known_state
 from ezpz_llm.library.wrapping import Wrapped, on_tensors, wrap_in
 from ezpz_llm.observe import StepTimeline, WallClock
 
