@@ -6,13 +6,11 @@ import math
 import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +20,8 @@ from ezpz_llm.dist import Dist, Heartbeat, Mesh
 from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.dist.setup import setup as set_up_rank
 from ezpz_llm.launch.variables import ENDING, EVALUATING, RENDEZVOUS, SAVING, STARTING, TRAINING
+from ezpz_llm.library.recorded_values import as_figure, as_figures, as_scalar, as_step, as_tokens
+from ezpz_llm.library.step_clock import StepClock
 from ezpz_llm.observe import (
     MetricsLog,
     StepTimeline,
@@ -33,7 +33,7 @@ from ezpz_llm.observe import (
     summarize,
     wants_color,
 )
-from ezpz_llm.observe.history import PHASES, History, is_finite, steady_steps, whole_history
+from ezpz_llm.observe.history import PHASES, History, steady_steps, whole_history
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
 from ezpz_llm.rundir.records import read_record
@@ -68,11 +68,15 @@ class Run:
     log_every: int = _LOG_EVERY
     metrics: MetricsLog | None = None
     models: list[WrappedModel] = field(default_factory=list)
+    trainings: list[object] = field(default_factory=list)
+    """Trainings of other libraries that are running. They use the process group, also after `finish`."""
     first_step: int = 0
     step: int = 0
     """Last recorded step, or the step of the loaded checkpoint."""
     _buffered: int = 0
-    _began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.step_clock = StepClock(self.timeline, self.clock)
 
     @property
     def rank(self) -> int:
@@ -110,57 +114,63 @@ class Run:
         return self.dist.run_dir.path
 
     def begin_step(self) -> None:
-        """Start timing the next step."""
-        self._began = time.perf_counter()
-        self.timeline.begin_step()
+        """Start timing the next step; with a wrapped model, its first phase starts it.
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
-        """Add the time in this context to a phase of the step, or to the enclosing span if there is one."""
-        with nullcontext() if self.timeline.is_inside else self.timeline.span(phase):
-            yield
+        Until then, scripts create their data loader or skip the samples of earlier steps.
+        """
+        self.step_clock.begin(waits=bool(self.models))
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def span(self, phase: str) -> AbstractContextManager[None]:
+        """Add the time in this context to a phase of the step, or to the enclosing phase if there is one."""
+        return self.step_clock.span(phase)
+
+    def leave_out(self, name: str) -> None:
+        """Leave the time since the last phase of the step out of it, as `phase(name)` does for "evaluation"."""
+        self.step_clock.leave_out(name)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """See `ezpz_llm.phase`."""
         if name in PHASES:
-            with self.span(name):
-                yield
-            return
+            return self.step_clock.span(name)
         if name not in _PHASES_BETWEEN_STEPS:
             raise unknown_name_error("phase", name, (*PHASES, *_PHASES_BETWEEN_STEPS), where="ezpz_llm.phase")
         self.heartbeat.beat(_PHASES_BETWEEN_STEPS[name], self.step)
-        if not self.timeline.is_untouched:  # inside a step, this time counts as "other"
-            yield
-            return
-        with self.clock.span(name):
-            yield
-        self.begin_step()
+        return self.step_clock.pause(name)
 
-    def record(self, step: int, loss: float | Tensor, tokens: int | None, lr: float | None,
-               grad_norm: float | Tensor | None, figures: dict[str, float]) -> None:
+    def record(self, step: Any, loss: Any, tokens: Any, lr: Any, grad_norm: Any,
+               figures: dict[str, Any]) -> None:
         """See `ezpz_llm.record`."""
+        step = as_step(step)
         if step <= self.step:
             raise UserError(f"step {step} is recorded after step {self.step}", where="ezpz_llm.record",
                             instead="record steps in increasing order, from 1 or after the step of the checkpoint")
-        if self.metrics is None:
-            self.metrics = self._open()
-        self.timeline.end_step(step - self.step)
-        self.clock.spans["training"] = self.clock.spans.get("training", 0.0) + time.perf_counter() - self._began
         if len(self.models) == 1:
             lr = self.models[0].lr if lr is None else lr
             grad_norm = self.models[0].grad_norm if grad_norm is None else grad_norm
-        norm = float("nan") if grad_norm is None else grad_norm
+        loss = as_scalar(loss, "loss", self.device)
+        norm = as_scalar(math.nan if grad_norm is None else grad_norm, "grad_norm", self.device)
+        tokens, lr, figures = as_tokens(tokens), as_figure(lr, "lr"), as_figures(figures)
+        is_first = self.metrics is None
+        if self.metrics is None:
+            self.metrics = self._open()
+        self.step_clock.end(step - self.step, is_first=is_first)
         # Tensor-parallel ranks process the same tokens: count them once.
         share = tokens if tokens is None else tokens / self.mesh.tp_size
-        self.metrics.record(step, self._scalar(loss), self._scalar(norm), lr, tokens=share)
-        if figures:
-            self.metrics.record_task(step, **{name: value if is_finite(value) else None
-                                              for name, value in figures.items()})
+        self.metrics.record(step, loss, norm, None, tokens=share)
+        self.metrics.record_task(step, lr=lr, **figures)
         self.step, self._buffered = step, self._buffered + 1
         self.heartbeat.beat(TRAINING, step)
-        if self._buffered >= self.log_every or step == self.first_step + 1:
+        if self.step_clock.is_sure and (self._buffered >= self.log_every or step == self.first_step + 1):
             self.flush()
+        self.step_clock.begin()
+
+    def rewind(self, step: int) -> None:
+        """Continue after `step`, the step of a loaded checkpoint; drop later lines of metrics.jsonl. Collective."""
+        if self.metrics is not None:
+            self.flush()
+            self.metrics.rewind(step)
+            self.first_step = min(self.first_step, step)
+        self.step = step
         self.begin_step()
 
     def flush(self) -> None:
@@ -168,6 +178,7 @@ class Run:
         if self.metrics is not None:
             with self.clock.span("logging"):
                 self.metrics.flush(self.timeline)
+            self.step_clock.drained()
             self._buffered = 0
 
     def finish(self) -> None:
@@ -181,6 +192,7 @@ class Run:
             optional.attempt("the summary", lambda: self._report(straggler))
         for failure in self.dist.side.close():
             print(f"warning: {failure}", file=sys.stderr, flush=True)
+        self.dist.owns_group &= not self.trainings
         self.dist.close()
 
     def _report(self, straggler: Straggler | None) -> None:
@@ -208,9 +220,6 @@ class Run:
             self.dist.run_dir, self.dist, StepWork(0, 1, world_size, world_size, 0), total_steps=0,
             first_step=self.first_step, console=False))
 
-    def _scalar(self, value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().mean()
-
     def _work(self, history: History) -> StepWork:
         """Return the work of a step, from the median of the recorded tokens."""
         timed = steady_steps(history)
@@ -219,20 +228,34 @@ class Run:
         median = round(statistics.median(tokens)) if tokens else 0
         return StepWork(1, 1, 1, self.world_size, median)
 
+    def end_after_exception(self, error: BaseException) -> None:
+        """End without waiting for other ranks, which may be in another collective, or have failed too."""
+        if self.world_size == 1:
+            self.flush()
+            self.dist.side.close()
+        self.dist.__exit__(type(error), error, error.__traceback__)
+
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if kind is None:
+        if error is None:
             finish()
-        else:
+        elif is_current(self):
             _forget()
-            self.dist.__exit__(kind, error, trace)
+            self.end_after_exception(error)
 
 
 _CURRENT: list[Run] = []
 """Run of this process, for the functions below; empty before `setup` and after `finish`."""
+_ENDED: list[bool] = []
+"""Not empty if a run of this process has ended."""
+
+
+def is_current(run: Run) -> bool:
+    """Return True until `finish` ends the run."""
+    return bool(_CURRENT) and _CURRENT[0] is run
 
 
 def current(call: str) -> Run:
@@ -242,13 +265,15 @@ def current(call: str) -> Run:
         UserError: `setup` has not been called, or `finish` has.
     """
     if not _CURRENT:
-        raise UserError("there is no run in this process", where=f"ezpz_llm.{call}",
-                        instead=f"call ezpz_llm.setup() before ezpz_llm.{call}(), and finish() after all steps")
+        raise UserError("finish() has ended the run" if _ENDED else "there is no run in this process",
+                        where=f"ezpz_llm.{call}",
+                        instead="call ezpz_llm.setup() before, and finish() after all steps")
     return _CURRENT[0]
 
 
 def _forget() -> None:
     _CURRENT.clear()
+    _ENDED.append(True)
 
 
 def setup(*, device: str | None = None, run_dir: str | Path | None = None, name: str | None = None,
@@ -306,23 +331,25 @@ def phase(name: str) -> AbstractContextManager[None]:
     return current("phase").phase(name)
 
 
-def record(step: int, *, loss: float | Tensor, tokens: int | None = None, lr: float | None = None,
-           grad_norm: float | Tensor | None = None, **figures: float) -> None:
+def record(step: int, *, loss: float | Tensor, tokens: float | Tensor | None = None,
+           lr: float | Tensor | None = None, grad_norm: float | Tensor | None = None,
+           **figures: float | Tensor | None) -> None:
     """Record a finished step as a line of metrics.jsonl, with the time since the last call. Collective.
 
     Does not synchronize with the device. The loss stays on the device until all ranks reduce their values, every
-    `log_every` calls.
+    `log_every` calls. Each number may also be a NumPy number, or a tensor or array with one element. NaN and Inf
+    are written as null.
 
     Args:
-        step: increasing number, from 1. If only every k-th step is recorded, times are means over k steps.
-        loss: loss of this rank; the line has the mean over ranks.
+        step: increasing whole number, from 1. If only every k-th step is recorded, times are means over k steps.
+        loss: loss of this rank; the line has the mean over ranks, in fp32.
         tokens: tokens of this rank in the step, or samples if there are no tokens. Throughput is summed over ranks.
         lr, grad_norm: by default the wrapped model's, if there is exactly one.
         figures: additional values of rank 0 for the line, such as val_loss.
 
     Raises:
-        UserError: there is no run, the step is not above the last recorded one, or the run directory belongs to
-            another run.
+        UserError: there is no run, a value is not a number, the step is not above the last recorded one, a figure
+            has the name of another value of the line, or the run directory belongs to another run.
     """
     current("record").record(step, loss, tokens, lr, grad_norm, figures)
 
@@ -330,11 +357,18 @@ def record(step: int, *, loss: float | Tensor, tokens: int | None = None, lr: fl
 def finish() -> None:
     """Write buffered lines, plot loss and throughput, and destroy the process group that `setup` created.
 
-    Collective. Completes run.json, plots/ and report.html.
+    Collective. Completes run.json, plots/ and report.html. A second call does nothing. While an exception is
+    handled, as in a `finally` block, a run of several ranks ends without waiting for other ranks: the steps since
+    the last reduction are not written.
 
     Raises:
-        UserError: there is no run.
+        UserError: `setup` has not been called.
     """
-    run = current("finish")
+    if _ENDED and not _CURRENT:
+        return
+    run, error = current("finish"), sys.exc_info()[1]
     _forget()
-    run.finish()
+    if error is None or run.world_size == 1:
+        run.finish()
+    else:
+        run.end_after_exception(error)

@@ -146,22 +146,31 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
+def check_no_history(run_dir: RunDir) -> None:
+    """Check that a new run does not start in the directory of another.
+
+    Raises:
+        UserError: metrics.jsonl has steps.
+    """
+    if steps := _written_steps(run_dir):
+        raise UserError(f"the run directory already holds {len(steps)} steps of another run",
+                        where=str(run_dir.metrics),
+                        instead="choose another --run-dir, or resume from its checkpoint with --resume")
+
+
+def _written_steps(run_dir: RunDir) -> list[int]:
+    return [as_type(int, row.get("step"), str(run_dir.metrics), "step") for row in read_lines(run_dir.metrics)]
+
+
 def trim_history(run_dir: RunDir, last_step: int) -> int:
     """Drop lines after `last_step` from metrics.jsonl before a run resumes there; return how many were dropped.
 
     Later lines exist if an earlier attempt continued after its last checkpoint. The file is replaced atomically,
     and lines up to `last_step` are kept unchanged.
-
-    Raises:
-        UserError: `last_step` is 0, and the directory holds another run's metrics.
     """
     if not run_dir.metrics.exists():
         return 0
-    steps = [as_type(int, row.get("step"), str(run_dir.metrics), "step") for row in read_lines(run_dir.metrics)]
-    if steps and last_step == 0:
-        raise UserError(f"the run directory already holds {len(steps)} steps of another run",
-                        where=str(run_dir.metrics),
-                        instead="choose another --run-dir, or resume from its checkpoint with --resume")
+    steps = _written_steps(run_dir)
 
     def kept() -> Iterator[bytes]:
         """Yield the lines up to `last_step`."""

@@ -30,11 +30,13 @@ import torch
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather_number, all_reduce
-from ezpz_llm.observe.history import OTHER, PHASES, is_finite, steady_steps, trim_history
+from ezpz_llm.observe.history import OTHER, PHASES, check_no_history, is_finite, steady_steps, trim_history
 from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.summary_record import Bubble, Straggler
+
+_LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class StepTimeline:
     """Timer of the phases of training steps on one rank.
 
     A step consists of `begin_step()`, non-overlapping `span(phase)` contexts, and `end_step()`. Spans of the same
-    phase (micro-steps) are summed. Work between steps (validation, checkpoints, samples) is not included.
+    phase (micro-steps) are summed. Work between steps (validation, checkpoints, samples) is not included. `pause()`
+    and `leave_out()` exclude such work inside a step.
 
     On a CPU, times are wall-clock times. On an accelerator, each span and step is enclosed in two events on the
     current stream, whose elapsed time is read later. A data span that overlaps with device work is therefore short,
@@ -67,6 +70,7 @@ class StepTimeline:
         self._waits = waits
         self._started: Any = None
         self._inside: str | None = None
+        self._marked: Any = None
         self._spans: list[tuple[str, Any, Any]] = []
         self._steps: list[tuple[Any, Any, list[tuple[str, Any, Any]], int]] = []
         self._last: Any = None
@@ -74,7 +78,7 @@ class StepTimeline:
     def begin_step(self) -> None:
         """Start a step. Discards a step that an exception has interrupted."""
         self._spans, self._inside = [], None
-        self._started = self._mark()
+        self._started = self._marked = self._now()
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
@@ -89,23 +93,43 @@ class StepTimeline:
         if self._started is None or self._inside is not None:
             raise RuntimeError(f"span {phase!r} inside {self._inside!r}, or outside a step")
         self._inside = phase
-        start = self._mark()
+        start = self._now()
         try:
             with torch.profiler.record_function(phase):
                 yield
         finally:
-            self._spans.append((phase, start, self._mark()))
+            self._marked = self._now()
+            self._spans.append((phase, start, self._marked))
             self._inside = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Exclude the time in this context, with its spans, from the step. Ignored inside a span or a pause."""
+        if self._started is None or self._inside is not None:
+            yield
+            return
+        self.mark()
+        self._inside = _LEFT_OUT
+        try:
+            yield
+        finally:
+            self._inside = None
+            self.leave_out()
+
+    def mark(self) -> None:
+        """Set the start of the time that the next `leave_out` excludes."""
+        self._marked = self._now()
+
+    def leave_out(self) -> None:
+        """Exclude the time since the last span, `mark`, `leave_out`, or step began. Ignored inside a span."""
+        if self._started is not None and self._inside is None:
+            start, self._marked = self._marked, self._now()
+            self._spans.append((_LEFT_OUT, start, self._marked))
 
     @property
     def is_inside(self) -> bool:
-        """True inside a span."""
+        """True inside a span or a pause."""
         return self._inside is not None
-
-    @property
-    def is_untouched(self) -> bool:
-        """True if no span was entered since the step began."""
-        return not self._spans
 
     def end_step(self, steps: int = 1) -> None:
         """End the step, and wait until the device has finished the previous step.
@@ -118,13 +142,20 @@ class StepTimeline:
         """
         if self._started is None:
             raise RuntimeError("end_step without begin_step")
-        before, self._last = self._last, self._mark()
+        if self._inside == _LEFT_OUT:
+            self._inside = None
+            self.leave_out()
+        before, self._last = self._last, self._now()
         self._steps.append((self._started, self._last, self._spans, steps))
         self._started, self._spans = None, []
         if self._waits:
             self.wait()
         elif before is not None and self._device.type != "cpu":
             before.synchronize()
+
+    def set_steps(self, steps: int) -> None:
+        """Change the number of optimizer steps of the last `end_step`, before its times are drained."""
+        self._steps[-1] = (*self._steps[-1][:-1], steps)
 
     def wait(self) -> None:
         """Wait until the device has finished the last ended step."""
@@ -137,7 +168,7 @@ class StepTimeline:
         steps, self._steps = self._steps, []
         return [self._resolve(*step) for step in steps]
 
-    def _mark(self) -> Any:
+    def _now(self) -> Any:
         """Return the time on a CPU, else an event on the device's current stream, which takes a microsecond."""
         if self._device.type == "cpu":
             return time.perf_counter()
@@ -146,10 +177,11 @@ class StepTimeline:
         return event
 
     def _resolve(self, began: Any, ended: Any, spans: list[tuple[str, Any, Any]], steps: int) -> StepTimes:
-        phases = dict.fromkeys(PHASES, 0.0)
+        phases = dict.fromkeys((*PHASES, _LEFT_OUT), 0.0)
         for phase, start, end in spans:
             phases[phase] += self._seconds(start, end) / steps
-        step_time_s = self._seconds(began, ended) / steps
+        # At least the resolution of a device's events, since rates divide by it.
+        step_time_s = max(self._seconds(began, ended) / steps - phases.pop(_LEFT_OUT), 5e-7)
         phases[OTHER] = step_time_s - sum(phases.values())
         return StepTimes(step_time_s, phases)
 
@@ -251,6 +283,8 @@ class MetricsLog:
         self._tracking = tracking
         self._impossible_mfu = False
         if dist.is_main:
+            if first_step == 0:
+                check_no_history(run_dir)
             trim_history(run_dir, first_step)
 
     def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float | None,
