@@ -134,6 +134,101 @@ def test_step_times_exclude_evaluation_and_are_means_over_steps(tmp_path: Path):
     assert "evaluation" in command(tmp_path, "-m", "ezpz_llm.explain", "run")
 
 
+_ENDINGS = """
+import ezpz_llm
+run = ezpz_llm.setup(run_dir="none")
+ezpz_llm.finish()  # without a record
+ezpz_llm.finish()
+try:
+    ezpz_llm.record(1, loss=1.0)
+except ezpz_llm.UserError as error:
+    print(error)
+with ezpz_llm.setup(run_dir="inner") as run:
+    ezpz_llm.record(1, loss=1.0)
+    ezpz_llm.finish()
+for name, context in (("finally", False), ("with", True)):
+    try:
+        run = ezpz_llm.setup(run_dir=name)
+        try:
+            for step in range(1, 8):
+                ezpz_llm.record(step, loss=1.0)
+            if context:
+                with run:
+                    raise KeyError("mine")
+            raise KeyError("mine")
+        finally:
+            ezpz_llm.finish()
+    except KeyError:
+        pass
+try:
+    ezpz_llm.setup(run_dir="inner")
+    ezpz_llm.record(1, loss=1.0)
+except ezpz_llm.UserError as error:
+    print(error)
+ezpz_llm.finish()
+print("reached the end")
+"""
+
+
+def test_a_run_can_end_in_any_way(tmp_path: Path):
+    """Check finish without a record, twice, inside of with, and after an exception."""
+    output = command(tmp_path, "-c", _ENDINGS)
+    assert "reached the end" in output
+    assert "finish() has ended the run\n  where:   ezpz_llm.record" in output
+    assert "the run directory already holds 1 steps of another run" in output
+    assert [line["step"] for line in lines_of(tmp_path / "inner")] == [1]
+    assert [line["step"] for line in lines_of(tmp_path / "finally")] == list(range(1, 8))
+    assert [line["step"] for line in lines_of(tmp_path / "with")] == list(range(1, 8))
+    assert (tmp_path / "finally/report.html").exists()
+
+
+_TWO_RANKS = """
+import sys, ezpz_llm, torch
+run = ezpz_llm.setup(log_every=3)
+model = torch.nn.Linear(2, 1)
+model = ezpz_llm.wrap(model, torch.optim.AdamW(model.parameters()), "zero1")
+def train(step):
+    loss = model(torch.ones(1, 2)).square().mean()
+    model.backward(loss), model.step()
+    ezpz_llm.record(step, loss=torch.tensor(step + 10.0 * run.rank), tokens=torch.tensor(4 + run.rank),
+                    mine=run.rank)
+try:
+    for step in range(1, 9):
+        train(step)
+        if step == 5:
+            ezpz_llm.save_checkpoint(model, step)
+    assert ezpz_llm.load_checkpoint(model)["step"] == 5
+    for step in range(6, 11):
+        train(step)
+    if run.rank == 1 and len(sys.argv) > 1:
+        raise ValueError("of the script")
+    if len(sys.argv) > 1:
+        train(11)
+finally:
+    ezpz_llm.finish()
+"""
+
+
+@pytest.mark.full
+def test_two_ranks_go_back_and_finish(tmp_path: Path):
+    """Check means and sums over ranks, one line for each step after going back, and an error on one rank."""
+    need_mpiexec()
+    (tmp_path / "two.py").write_text(_TWO_RANKS)
+    launch = ("-m", "ezpz_llm.launch", "-n", "2", "--run-dir")
+    command(tmp_path, *launch, "run", sys.executable, "two.py")
+    lines = lines_of(tmp_path / "run")
+    assert [(line["step"], line["loss"], line["mine"]) for line in lines] == [
+        (step, step + 5, 0) for step in range(1, 11)]
+    assert all(line["tokens_per_second"] * line["step_time_s"] == pytest.approx(9) for line in lines)
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["summary"]["steps"], record["config"]["steps"]) == (10, 10)
+    failed = subprocess.run([sys.executable, *launch, "failed", sys.executable, "two.py", "fail"], cwd=tmp_path,
+                            env=clean_env(OMP_NUM_THREADS="1"), timeout=scaled(120), capture_output=True, text=True,
+                            check=False)
+    assert failed.returncode == 1
+    assert "ValueError: of the script" in failed.stdout + failed.stderr
+
+
 _SCHEDULED = """
 import sys, torch, ezpz_llm
 ezpz_llm.setup()
