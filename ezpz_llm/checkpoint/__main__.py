@@ -1,4 +1,4 @@
-"""Inspect and verify checkpoints, export them to transformers, download published ones."""
+"""Inspect and verify checkpoints, export them to transformers or torch, download published ones."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from typing import Any
 from ezpz_llm.base import UserError, count_noun, print_lines, run_command, user_path
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.base.records import as_plain
-from ezpz_llm.checkpoint.index import Parameter, check_model, read_index
+from ezpz_llm.checkpoint.index import BUFFER, Index, Parameter, check_model, read_index
 from ezpz_llm.checkpoint.manifest import (
     LATEST,
     MANIFEST,
     complete_checkpoints,
     latest_checkpoint,
     read_manifest,
+    shard_name,
     verify,
 )
-from ezpz_llm.checkpoint.state import read_state
+from ezpz_llm.checkpoint.script_model import prefix_of
+from ezpz_llm.checkpoint.state import State, read_state
 from ezpz_llm.evaluate.model import SOURCE_HELP
-from ezpz_llm.hf.source import Source, fetch, find_source
+from ezpz_llm.hf.source import Source, fetch, find_folder, script_state, source_in
+from ezpz_llm.hf.weight_files import TensorFiles
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes
 from ezpz_llm.rundir import RunDir
 
@@ -51,13 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--json", action="store_true", help="print JSON")
     add = commands.add_parser("verify", help="compare every file with its hash, and the index with the model")
     add.add_argument("folder", metavar="FOLDER", help="a run directory (all its checkpoints), or a checkpoint")
-    add = commands.add_parser("export", help="write a folder that transformers' AutoModelForCausalLM loads")
+    add = commands.add_parser("export", help="write a folder that transformers loads; for a script's own module, a "
+                                             "model.safetensors that torch loads")
     add.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     add.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     add.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"),
                      help="dtype of the weights (default: %(default)s)")
     add.add_argument("--shard-gb", type=float, default=5.0, metavar="X",
-                     help="maximum size of a weights file, in 10^9 bytes (default: %(default)s)")
+                     help="maximum size of a weights file for transformers, in 10^9 bytes (default: %(default)s)")
     add = commands.add_parser("fetch", help="download a GPT-2 or Llama from the Hugging Face hub, for offline use")
     add.add_argument("hub_id", metavar="HUB_ID", help="such as openai-community/gpt2")
     add.add_argument("--revision", metavar="R", help="a branch, tag or commit")
@@ -65,16 +69,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    source = find_source(options.source, "SOURCE")
-    facts = _facts(source)
-    if source.kind == "hf":
-        from ezpz_llm.hf.weights import open_weights
-
-        with open_weights(source) as weights:
-            facts["notes"] = weights.notes
+    folder = find_folder(options.source, "SOURCE")
+    state = script_state(folder)
+    facts = _facts(source_in(folder)) if state is None else _script_facts(folder, state)
     print_lines(json.dumps(facts, indent=2) if options.json else _as_text(facts))
-    if options.parameters and source.kind == "checkpoint":
-        parameters = read_index(source.folder).parameters
+    if options.parameters and facts["kind"] != "hf":
+        parameters = read_index(folder).parameters
         print_lines("\n".join(["", *(_parameter_row(*item) for item in parameters.items())]))
     return 0
 
@@ -94,15 +94,22 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    source = find_source(options.source, "SOURCE")
+    folder = find_folder(options.source, "SOURCE")
     if not options.shard_gb > 0:
         raise UserError(f"--shard-gb is {options.shard_gb:g}", where="--shard-gb", instead="more than 0")
+    from ezpz_llm.hf.script_export import export_script
     from ezpz_llm.hf.weights import export
 
-    exported = export(source, options.out.expanduser().absolute(), dtype=options.dtype,
-                      shard_bytes=int(options.shard_gb * 1e9))
+    state, out, shard_bytes = script_state(folder), options.out.expanduser().absolute(), options.shard_gb * 1e9
+    if state is not None:
+        exported = export_script(folder, state, out, dtype=options.dtype, shard_bytes=shard_bytes)
+        origin = f"{folder} (step {state.step})"
+    else:
+        source = source_in(folder)
+        exported = export(source, out, dtype=options.dtype, shard_bytes=shard_bytes)
+        origin = source.describe()
     print(f"{exported.folder}: {exported.bytes:,} bytes of weights in {count_noun(exported.files, 'file')}, "
-          f"from {source.describe()}",
+          f"from {origin}",
           *(f"note: {note}" for note in exported.notes), sep="\n")
     return 0
 
@@ -112,43 +119,80 @@ def _facts(source: Source) -> dict[str, Any]:
     facts: dict[str, Any] = {"folder": str(source.folder), "kind": source.kind, "model": asdict(source.model),
                              "parameters": parameter_count(source.model)}
     if source.state is None:
-        return facts
-    files = read_manifest(source.folder)
-    index = read_index(source.folder)
-    state = {name: value for name, value in as_plain(source.state).items()
-             if name not in ("model", "tokenizer")}
-    return {**facts, "state": state, "tokenizer": source.tokenizer and source.tokenizer.name,
-            "tensors": list(index.kinds), "pieces": sum(len(p.pieces) for p in index.parameters.values()),
+        from ezpz_llm.hf.weights import open_weights
+
+        with open_weights(source) as weights:
+            return {**facts, "notes": weights.notes}
+    return {**facts, "tokenizer": source.tokenizer and source.tokenizer.name,
+            **_checkpoint_facts(source.folder, source.state, read_index(source.folder))}
+
+
+def _script_facts(folder: Path, state: State) -> dict[str, Any]:
+    """Return the contents of a script's checkpoint, as printed by --json."""
+    index = read_index(folder)
+    with TensorFiles(folder, "numpy") as files:
+        stored = list(files.open(shard_name(0)).keys())
+    models = {}
+    for name, model in state.script_models.items():
+        prefix = prefix_of(name)
+        shapes = [parameter.shape for key, parameter in index.parameters.items() if key.startswith(prefix)]
+        models[name] = {"class": model.class_name, "is_hugging_face": model.config is not None,
+                        "tensors": len(shapes), "parameters": sum(map(math.prod, shapes)),
+                        "buffers": [key.removeprefix(BUFFER + prefix) for key in stored
+                                    if key.startswith(BUFFER + prefix)]}
+    return {"folder": str(folder), "kind": "script", "models": models,
+            "parameters": sum(math.prod(parameter.shape) for parameter in index.parameters.values()),
+            **_checkpoint_facts(folder, state, index)}
+
+
+def _checkpoint_facts(folder: Path, state: State, index: Index) -> dict[str, Any]:
+    files = read_manifest(folder)
+    shown = {name: value for name, value in as_plain(state).items() if name not in _NOT_SHOWN}
+    return {"state": shown, "tensors": list(index.kinds),
+            "pieces": sum(len(parameter.pieces) for parameter in index.parameters.values()),
             "files": {file.name: file.size for file in files}, "bytes": sum(file.size for file in files)}
+
+
+_NOT_SHOWN = ("model", "models", "hf_config", "numbers", "tokenizer")
+"""Members of state.json that are shown in another form, or are long."""
 
 
 def _parameter_row(name: str, parameter: Parameter) -> str:
     """Format a parameter's name, shape, size, number of pieces, and files."""
     files = sorted({piece.file for piece in parameter.pieces})
-    shape = "x".join(map(str, parameter.shape))
-    return (f"{name:<40} {shape:>14} {math.prod(parameter.shape):>14,}  "
-            f"{count_noun(len(parameter.pieces), 'piece')} in "
-            f"{files[0]}{f' … {files[-1]}' if len(files) > 1 else ''}")
+    place = f" in {files[0]}" if files else ""  # a parameter without elements has no pieces
+    return (f"{name:<40} {'x'.join(map(str, parameter.shape)):>14} {math.prod(parameter.shape):>14,}  "
+            f"{count_noun(len(parameter.pieces), 'piece')}{place}{f' … {files[-1]}' if len(files) > 1 else ''}")
 
 
 def _as_text(facts: dict[str, Any]) -> str:
     """Format the contents as text."""
-    model = facts["model"]
-    rows = [("folder", facts["folder"]),
-            ("model", f"{count_noun(model['n_layer'], 'layer')}, {count_noun(model['n_head'], 'head')} "
+    rows = [("folder", facts["folder"])]
+    rows += _script_rows(facts["models"]) if facts["kind"] == "script" else _model_rows(facts["model"])
+    rows.append(("parameters", f"{facts['parameters']:,}"))
+    if facts["kind"] != "hf":
+        rows += [(name, _format_value(value)) for name, value in facts["state"].items()]
+        rows += [("tokenizer", facts["tokenizer"] or "unknown")] if facts["kind"] == "checkpoint" else []
+        rows += [("tensors", f"{', '.join(facts['tensors'])} in {count_noun(facts['pieces'], 'piece')}"),
+                 ("files", f"{len(facts['files'])}, {facts['bytes']:,} bytes")]
+    rows += [("note", note) for note in facts.get("notes", ())]
+    return "\n".join(f"{name:<15} {value}" for name, value in rows)
+
+
+def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    return [("model", f"{count_noun(model['n_layer'], 'layer')}, {count_noun(model['n_head'], 'head')} "
                       f"({model['n_kv_head']} key/value), "
                       f"width {model['n_embd']}, context {model['block_size']}, vocabulary {model['vocab_size']} "
                       f"in {-(-model['vocab_size'] // model['vocab_multiple']) * model['vocab_multiple']} rows"),
             ("kind", f"{model['norm']}, {model['position']} positions, {model['mlp']}, "
-                     f"biases {'yes' if model['bias'] else 'no'}, tied head {'yes' if model['tied'] else 'no'}"),
-            ("parameters", f"{facts['parameters']:,}")]
-    if facts["kind"] == "checkpoint":
-        rows += [(name, _format_value(value)) for name, value in facts["state"].items()]
-        rows += [("tokenizer", facts["tokenizer"] or "unknown"),
-                 ("tensors", f"{', '.join(facts['tensors'])} in {facts['pieces']} pieces"),
-                 ("files", f"{len(facts['files'])}, {facts['bytes']:,} bytes")]
-    rows += [("note", note) for note in facts.get("notes", ())]
-    return "\n".join(f"{name:<15} {value}" for name, value in rows)
+                     f"biases {'yes' if model['bias'] else 'no'}, tied head {'yes' if model['tied'] else 'no'}")]
+
+
+def _script_rows(models: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(f"model {name}".rstrip(), f"{model['class']}{' of transformers' * model['is_hugging_face']}, "
+                                       f"{count_noun(model['tensors'], 'parameter tensor')}, "
+                                       f"{count_noun(len(model['buffers']), 'buffer')}")
+            for name, model in models.items()]
 
 
 def _format_value(value: Any) -> str:
@@ -190,9 +234,8 @@ def _verify_folder(folder: Path) -> int:
     records = read_manifest(folder)
     verify(folder, records)
     index, state = read_index(folder), read_state(folder)
-    # Checkpoints of the library have no model and no hash of samples.
-    shapes = (parameter_shapes(state.config(folder)) if state.model or state.sample_hash is not None else
-              {name: parameter.shape for name, parameter in index.parameters.items()})
+    shapes = ({name: parameter.shape for name, parameter in index.parameters.items()} if state.is_of_script else
+              parameter_shapes(state.config(folder)))
     check_model(index, shapes, folder)
     return sum(record.size for record in records)
 

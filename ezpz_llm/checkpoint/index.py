@@ -62,6 +62,8 @@ def runs(shape: tuple[int, ...], part: Part) -> Iterator[tuple[int, int, int]]:
 
 WEIGHT = "weight"
 """Kind of the fp32 master weight; all other kinds are optimizer state (see `ezpz_llm.layout.optimizers`)."""
+BUFFER = "buffer/"
+"""Prefix of buffer names in rank 0's file."""
 
 
 class Piece(Struct, frozen=True):
@@ -154,6 +156,15 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
             raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}) of {name}",
                             where=str(folder),
                             instead="train the same parameters with the optimizer of the run that saved it")
+    check_coverage(index, folder)
+
+
+def check_coverage(index: Index, folder: Path) -> None:
+    """Check that the pieces of each parameter cover each element exactly once.
+
+    Raises:
+        UserError: they do not.
+    """
     for name, parameter in index.parameters.items():
         if (problem := _coverage_problem(parameter)) is not None:
             raise UserError(f"the checkpoint's index has {problem} in {name}", where=str(folder))

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ezpz_llm.base import UserError
-from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_model, common, read_index
+from ezpz_llm.checkpoint.index import BUFFER, Index, Parameter, Part, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import (
     DamagedCheckpointError,
     all_damaged_error,
@@ -24,7 +24,7 @@ from ezpz_llm.checkpoint.manifest import (
 )
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.checkpoint.state import State, read_state
-from ezpz_llm.checkpoint.writer import BUFFER, buffers_of, restore_rng_states
+from ezpz_llm.checkpoint.writer import buffers_of, restore_rng_states
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine.base import Engine

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from ezpz_llm.base import UserError, as_dataclass
 from ezpz_llm.base.records import Ranks, Step, Whole, as_record
 from ezpz_llm.checkpoint.manifest import STATE, damaged_error, read_json
+from ezpz_llm.checkpoint.script_model import ScriptModel
 from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.engine.loss_scale_state import LossScaleState
 from ezpz_llm.model.config import ModelConfig
@@ -27,6 +28,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
         hf_config: settings of a script's Hugging Face model; see `ezpz_llm.library.hf_settings`.
         guard: state of the spike detector.
         callbacks: states of other callbacks, by name.
+        models: a script's models by name, which is the prefix of their parameters; "" for a single model.
         user: values that a user's script saves, by name.
         param_groups: hyperparameters of the groups of a script's optimizer.
     """
@@ -39,6 +41,7 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokenizer: TokenizerEntry | None = None
     model: dict[str, Any] | None = None
     hf_config: dict[str, Any] | None = None
+    models: dict[str, ScriptModel] = {}
     guard: dict[str, Any] | None = None
     callbacks: dict[str, dict[str, Any]] = {}
     user: dict[str, Any] = {}
@@ -59,6 +62,16 @@ class State(Progress, frozen=True, kw_only=True, omit_defaults=True):
     layout: str | None = None
     degrees: dict[str, Whole] = {}
     versions: dict[str, str] = {}
+
+    @property
+    def is_of_script(self) -> bool:
+        """True if a script's training loop saved the checkpoint, False if the trainer did."""
+        return self.model is None and self.sample_hash is None
+
+    @property
+    def script_models(self) -> dict[str, ScriptModel]:
+        """Models of a script by name; one of an unknown class if the checkpoint describes none."""
+        return self.models or {"": ScriptModel()}
 
     def config(self, folder: Path) -> ModelConfig:
         """Return the configuration of the model.

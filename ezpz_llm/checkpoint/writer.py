@@ -21,16 +21,13 @@ from torch import nn
 
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.base.version import __version__
-from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
+from ezpz_llm.checkpoint.index import BUFFER, WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, make_record, publish, shard_name, write_manifest
 from ezpz_llm.checkpoint.state import Progress, State
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.optimizer_state import EngineState, owned_parts
 from ezpz_llm.rundir import write_json
-
-BUFFER = "buffer/"
-"""Prefix of buffer names in rank 0's file."""
 
 Written = tuple[FileRecord, list[tuple[str, Piece]]]
 """File that a rank wrote, and (parameter name, piece) for each tensor in it."""
@@ -52,9 +49,9 @@ class Shard:
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's persistent buffers, such as running statistics, by name."""
+    """Return a module's persistent buffers, such as running statistics, by each of their names."""
     kept = module.state_dict().keys() if any(True for _ in module.buffers()) else ()
-    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
 
 
 def read_shard(training: EngineState, rank: int, device: torch.device,

@@ -118,7 +118,7 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
                                sp=options.sp, model=model,
                                sources={"precision": DEFAULT if options.precision == "auto" else COMMAND_LINE}))
 
-    if source.kind == "hf":
+    if source.kind != "checkpoint":
         # Pad the vocabulary as little as possible, so that the loss equals the published model's.
         model = replace(model, vocab_multiple=options.tp or resolve_for(None).layout.tp)
     return ModelPlan(source, model, resolve_for(model))

@@ -190,6 +190,8 @@ _FAMILIES = {
                      absent={"rms_norm_eps": 1e-5}),
 }
 """Model families by Hugging Face's model_type; all except GPT-2 are variants of Llama."""
+ARCHITECTURES = tuple(family.architecture for family in _FAMILIES.values())
+"""Names of the supported model classes in transformers."""
 
 
 @dataclass(frozen=True)

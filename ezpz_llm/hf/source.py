@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from ezpz_llm.base import UserError, nearest_names, read_json, untrusted_input, user_path
 from ezpz_llm.checkpoint import DamagedCheckpointError, find
+from ezpz_llm.checkpoint.manifest import STATE
 from ezpz_llm.checkpoint.state import State, read_state
 from ezpz_llm.data.manifest import TokenizerEntry
-from ezpz_llm.hf.config import from_hf
+from ezpz_llm.hf.config import ARCHITECTURES, from_hf
 from ezpz_llm.model.config import ModelConfig
 
 CONFIG = "config.json"
@@ -26,11 +27,14 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class Source:
     """Folder with weights, and the configuration of their model.
 
-    `tokenizer` is the tokenizer's entry in the manifest of the run's token shards (see `ezpz_llm.data.tokenizers`),
-    None if unknown. `state` is the content of a checkpoint's state.json, None for a Hugging Face folder.
+    Attributes:
+        kind: "checkpoint" of the trainer, checkpoint of a "script" with a Hugging Face model, or "hf" folder.
+        tokenizer: the tokenizer's entry in the manifest of the run's token shards (see `ezpz_llm.data.tokenizers`),
+            None if unknown.
+        state: content of a checkpoint's state.json, None for a Hugging Face folder.
     """
 
-    kind: Literal["checkpoint", "hf"]
+    kind: Literal["checkpoint", "script", "hf"]
     folder: Path
     model: ModelConfig
     tokenizer: TokenizerEntry | None
@@ -52,24 +56,89 @@ def find_source(where: str, option: str) -> Source:
     Raises:
         UserError: nothing is found, or the model is not supported.
     """
+    return source_in(find_folder(where, option))
+
+
+def source_in(folder: Path) -> Source:
+    """Return the source in a checkpoint, or in a Hugging Face folder.
+
+    Raises:
+        UserError: the checkpoint is damaged, or the model is not supported.
+    """
+    if _is_hf(folder):
+        return _hf_source(folder)
+    state = read_state(folder)
+    if state.is_of_script:
+        return Source("script", folder, _model_of_script(folder, state), None, state)
+    return Source("checkpoint", folder, state.config(folder), state.tokenizer, state)
+
+
+def script_state(folder: Path) -> State | None:
+    """Return the content of state.json of a script's checkpoint; None for other folders from `find_folder`.
+
+    Raises:
+        DamagedCheckpointError: state.json is missing or invalid.
+    """
+    state = None if _is_hf(folder) else read_state(folder)
+    return state if state is not None and state.is_of_script else None
+
+
+def _is_hf(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() or (folder / _ADAPTER).is_file()
+
+
+def export_advice(folder: Path) -> str:
+    """Return the advice for a script's model that only the script's libraries can compute."""
+    return f"ezpz-llm checkpoint export {folder} OUT, and load OUT with transformers or torch"
+
+
+def _model_of_script(folder: Path, state: State) -> ModelConfig:
+    """Return the plain model that computes the same as a script's model.
+
+    Raises:
+        UserError: there is none.
+    """
+    models = state.script_models
+    if len(models) > 1:
+        raise UserError(f"the script's checkpoint has {len(models)} models: {', '.join(models)}", where=str(folder),
+                        instead=f"ezpz-llm checkpoint export {folder} OUT, and pass OUT/NAME of one of them")
+    (model,) = models.values()
+    if model.config is None or model.class_name not in ARCHITECTURES:
+        raise UserError(f"the checkpoint has a script's {model.class_name}, but only "
+                        f"{', '.join(ARCHITECTURES)} are supported", where=str(folder),
+                        instead=export_advice(folder))
+    try:
+        return from_hf(model.config, str(folder / STATE))
+    except UserError as error:
+        raise UserError(f"the checkpoint has a script's {model.class_name} with unsupported settings: "
+                        f"{error.found}", where=str(folder), instead=export_advice(folder)) from error
+
+
+def find_folder(where: str, option: str) -> Path:
+    """Return the folder that `where` names: a checkpoint, or a folder with config.json.
+
+    Args:
+        where, option: see `find_source`.
+
+    Raises:
+        UserError: nothing is found.
+    """
     path = user_path(where)
     if path.is_dir():
-        is_hf = (path / CONFIG).is_file() or (path / _ADAPTER).is_file()
-        return _hf_source(path) if is_hf else checkpoint_source(path, option)
+        return path if _is_hf(path) else find_checkpoint(path, option)
     # "runs/a" looks like a hub id, but means a missing run.
     if not path.is_absolute() and path.parent.name and (path.parent.is_dir() or path.parent == Path("runs")):
-        return checkpoint_source(path, option)
+        return find_checkpoint(path, option)
     if path.exists() or not _HUB_ID.fullmatch(where):
         raise UserError(f"no folder at {path}", where=option,
                         instead="a run directory, a checkpoint, or a Hugging Face folder or hub id")
     try:
-        snapshot = _cached_snapshot(where, option)
+        return _cached_snapshot(where, option)
     except UserError:
         if "/" in where:
             raise
         # Few hub models have no owner, so a name without a slash is probably a run.
         raise _no_such_run(where, option) from None
-    return _hf_source(snapshot)
 
 
 def _no_such_run(name: str, option: str) -> UserError:
@@ -101,23 +170,21 @@ def _hf_source(folder: Path) -> Source:
     return Source("hf", folder, from_hf(stored, str(path)), None, None)
 
 
-def checkpoint_source(path: Path, option: str) -> Source:
-    """Return the source for a checkpoint, or for the newest intact one of a run directory.
+def find_checkpoint(path: Path, option: str) -> Path:
+    """Return the checkpoint at `path`, or the newest intact one of a run directory.
 
     Args:
         option: command-line option of `path`, for messages.
 
     Raises:
-        UserError: there is no checkpoint, it is damaged, or its model is not supported.
+        UserError: there is no checkpoint, or it is damaged.
     """
     try:
-        folder = find(path)
+        return find(path)
     except DamagedCheckpointError:
         raise
     except UserError as error:
         raise UserError(error.found, where=option, instead=error.instead) from None
-    state = read_state(folder)
-    return Source("checkpoint", folder, state.config(folder), state.tokenizer, state)
 
 
 def _cached_snapshot(hub_id: str, option: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from ezpz_llm.base import UserError, join_file_name, open_regular, read_json
 from ezpz_llm.base.records import as_record
 from ezpz_llm.checkpoint.index import check_shapes, read_index
+from ezpz_llm.checkpoint.manifest import INDEX as CHECKPOINT_INDEX
+from ezpz_llm.checkpoint.script_model import parameters_of
 from ezpz_llm.hf.config import StoredTensor, stored_tensors
-from ezpz_llm.hf.source import Source, adapter_error
+from ezpz_llm.hf.source import Source, adapter_error, export_advice
 from ezpz_llm.model.config import HEAD, TABLE, ModelConfig
 from ezpz_llm.model.parameters import parameter_shapes
 
@@ -64,6 +66,66 @@ class TensorFiles:
         return self._files[name]
 
 
+class NamedTensors(Protocol):
+    """Tensors of a Hugging Face model in a folder, each identified by (file, stored name).
+
+    Attributes:
+        config: source of the model's settings, for messages.
+        instead: advice if the tensors do not fit the settings.
+    """
+
+    folder: Path
+    config: str
+    instead: str
+
+    def names(self, notes: list[str]) -> list[tuple[str, str]]:
+        """Return (file, stored name) of each tensor; append notes for the user to `notes`."""
+
+    def shape(self, file: str, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+
+
+class HfTensors:
+    """Tensors of a Hugging Face folder."""
+
+    config, instead = "this config.json", "the weights that belong to this config.json"
+
+    def __init__(self, files: TensorFiles) -> None:
+        self.folder, self._files = files.folder, files
+
+    def names(self, notes: list[str]) -> list[tuple[str, str]]:
+        """Return (file, name) of each tensor, from the files that transformers would load."""
+        return _stored_names(self._files, notes)
+
+    def shape(self, file: str, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._files.open(file).get_slice(name).get_shape())
+
+
+class ScriptTensors:
+    """Parameters of the only model in a script's checkpoint. Each is in pieces in several files.
+
+    Attributes:
+        parameters: the parameters by each of their names.
+    """
+
+    config = "the script's model.config"
+
+    def __init__(self, source: Source) -> None:
+        assert source.state is not None
+        ((name, model),) = source.state.script_models.items()
+        self.folder, self.instead = source.folder, export_advice(source.folder)
+        self.parameters = parameters_of(read_index(source.folder), name, model, source.folder)
+
+    def names(self, notes: list[str]) -> list[tuple[str, str]]:
+        """Return (index file, name) of each parameter."""
+        return [(CHECKPOINT_INDEX, name) for name in self.parameters]
+
+    def shape(self, file: str, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter."""
+        return self.parameters[name].shape
+
+
 @dataclass
 class Locations:
     """Places of a Hugging Face model's tensors.
@@ -93,11 +155,14 @@ def check_weight_files(source: Source) -> None:
     if source.kind == "checkpoint":
         check_shapes(read_index(source.folder), parameter_shapes(source.model), source.folder)
         return
+    if source.kind == "script":
+        locate_tensors(source.model, ScriptTensors(source))
+        return
     with TensorFiles(source.folder, "numpy") as files:
-        locate_tensors(source.model, files)
+        locate_tensors(source.model, HfTensors(files))
 
 
-def locate_tensors(model: ModelConfig, files: TensorFiles) -> Locations:
+def locate_tensors(model: ModelConfig, files: NamedTensors) -> Locations:
     """Find all tensors of a Hugging Face model.
 
     Raises:
@@ -114,10 +179,10 @@ def locate_tensors(model: ModelConfig, files: TensorFiles) -> Locations:
     return found
 
 
-def _find_tensors(model: ModelConfig, files: TensorFiles, found: Locations) -> None:
+def _find_tensors(model: ModelConfig, files: NamedTensors, found: Locations) -> None:
     prefix = "transformer." if model.position == "learned" else "model."
     wrappers: set[str] = set()
-    for file, name in _stored_names(files, found):
+    for file, name in files.names(found.notes):
         if ".lora_" in name:
             raise adapter_error(files.folder)
         parts = name.split(".")
@@ -136,7 +201,7 @@ def _find_tensors(model: ModelConfig, files: TensorFiles, found: Locations) -> N
         found.files[found.table] = found.files.pop(HEAD)  # as transformers does
 
 
-def _stored_names(files: TensorFiles, found: Locations) -> list[tuple[str, str]]:
+def _stored_names(files: TensorFiles, notes: list[str]) -> list[tuple[str, str]]:
     """Return (file, name) of each stored tensor, from the files that transformers would load."""
     folder = files.folder
     present = [name for name in (_SINGLE, _INDEX, *_PICKLED) if (folder / name).is_file()]
@@ -145,7 +210,7 @@ def _stored_names(files: TensorFiles, found: Locations) -> list[tuple[str, str]]
                         instead="use a checkpoint in safetensors, or convert pytorch_model.bin (which requires "
                                 "unpickling) with transformers' save_pretrained")
     if len(present) > 1:
-        found.notes.append(f"{folder} has {' and '.join(present)}: using {present[0]}, as transformers does")
+        notes.append(f"{folder} has {' and '.join(present)}: using {present[0]}, as transformers does")
     if present[0] == _SINGLE:
         return [(_SINGLE, name) for name in files.open(_SINGLE).keys()]  # noqa: SIM118 (not a mapping)
     where = str(folder / _INDEX)
@@ -164,25 +229,24 @@ class _IndexFile(Struct, frozen=True):
     weight_map: dict[str, str]
 
 
-def _check_shape(stored: StoredTensor, files: TensorFiles, found: Locations) -> None:
+def _check_shape(stored: StoredTensor, files: NamedTensors, found: Locations) -> None:
     if stored.name not in found.files:
         tie = ", or set tie_word_embeddings to true there if the head is the embedding"
         raise UserError(f"the weights have no tensor {stored.name}", where=str(files.folder),
-                        instead="the weights that belong to this config.json" + tie * (stored.ours == HEAD))
+                        instead=files.instead + tie * (stored.ours == HEAD))
     file, name = found.files[stored.name]
-    shape = tuple(files.open(file).get_slice(name).get_shape())
+    shape = files.shape(file, name)
     if shape != stored.stored_shape:
         raise UserError(f"{stored.name} is {list(shape)} in the weights, but "
-                        f"{list(stored.stored_shape)} according to config.json", where=str(files.folder),
-                        instead="the weights that belong to this config.json")
+                        f"{list(stored.stored_shape)} according to {files.config}", where=str(files.folder),
+                        instead=files.instead)
 
 
-def _reject_unknown_tensors(model: ModelConfig, files: TensorFiles, found: Locations) -> None:
+def _reject_unknown_tensors(model: ModelConfig, files: NamedTensors, found: Locations) -> None:
     """Raise an error for an unknown tensor: the model differs from config.json."""
     known = {stored.name for tensors in found.tensors.values() for stored in tensors}
     tied = {HEAD} if model.tied else set()
     for name in found.files.keys() - known - tied:
         if not name.endswith(_IGNORED_SUFFIXES):
-            raise UserError(f"the weights have a tensor {name}, which the model of this config.json does not "
-                            "have", where=str(files.folder),
-                            instead="the weights that belong to this config.json")
+            raise UserError(f"the weights have a tensor {name}, which the model of {files.config} does not have",
+                            where=str(files.folder), instead=files.instead)

@@ -6,30 +6,34 @@ part of a model, and an export can write one tensor at a time. No process reads 
 
 from __future__ import annotations
 
-import contextlib
-import math
-import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ezpz_llm.base import UserError
-from ezpz_llm.base.version import __version__
-from ezpz_llm.checkpoint.index import WEIGHT, check_shapes, read_index
+from ezpz_llm.checkpoint.index import WEIGHT, Parameter, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.checkpoint.reader import fill
-from ezpz_llm.checkpoint.writer import write_tensors
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import raise_together, run_together
 from ezpz_llm.hf.config import StoredTensor, stored_tensors, to_hf
+from ezpz_llm.hf.export_folder import (
+    DTYPES,
+    Exported,
+    ExportTensor,
+    check_out,
+    dtype_name,
+    make_provenance,
+    new_folder,
+    write_weights,
+)
 from ezpz_llm.hf.source import CONFIG, Source
 from ezpz_llm.hf.tokenizer import entry_of, write_tokenizer
-from ezpz_llm.hf.weight_files import TensorFiles, locate_tensors
+from ezpz_llm.hf.weight_files import HfTensors, NamedTensors, ScriptTensors, TensorFiles, locate_tensors
 from ezpz_llm.model.config import HEAD, TABLE, ModelConfig
 from ezpz_llm.model.parameters import Box, parameter_shapes, size, whole_box
 from ezpz_llm.rundir import write_json
@@ -46,11 +50,18 @@ def open_weights(source: Source, check_hashes: bool = True) -> Weights:
     Raises:
         UserError: the weights are damaged, or do not fit the source's model.
     """
-    if source.kind == "checkpoint":
-        return CheckpointWeights(source, check_hashes)
-    weights = _HfWeights(source)
-    weights.check_head()
+    if check_hashes and source.state is not None:
+        verify(source.folder, read_manifest(source.folder))
+    weights = _open(source)
+    if isinstance(weights, _HfWeights):
+        weights.check_head()
     return weights
+
+
+def _open(source: Source) -> Weights:
+    if source.kind == "checkpoint":
+        return CheckpointWeights(source)
+    return _HfWeights(source) if source.kind == "hf" else _ScriptWeights(source)
 
 
 def open_for_ranks(source: Source, dist: Dist) -> Weights:
@@ -61,11 +72,9 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
     """
     def opened() -> Weights:
         """Verify this rank's share of a checkpoint's files, then open the weights."""
-        if source.kind == "checkpoint":
+        if source.state is not None:
             verify(source.folder, read_manifest(source.folder)[dist.rank::dist.world_size])
-        if dist.is_main:
-            return open_weights(source, check_hashes=False)
-        return _HfWeights(source) if source.kind == "hf" else CheckpointWeights(source, check_hashes=False)
+        return open_weights(source, check_hashes=False) if dist.is_main else _open(source)
 
     weights = run_together(dist, opened)
     if dist.is_main:
@@ -147,13 +156,18 @@ class Weights(ABC):
         """Return a box of the stored rows of a parameter."""
 
 
+def read_box(parameter: Parameter, box: Box, files: TensorFiles) -> Tensor:
+    """Assemble a box of a checkpoint's parameter from the ranks' files, fp32 on CPU, in the shape of the box."""
+    result = torch.empty(size(box))
+    fill({WEIGHT: result}, (box, 0, size(box)), parameter, files.open)
+    return result.view([stop - start for start, stop in box])
+
+
 class CheckpointWeights(Weights):
     """Weights of a checkpoint, saved under any layout."""
 
-    def __init__(self, source: Source, check_hashes: bool) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__(source.model, source.folder)
-        if check_hashes:
-            verify(source.folder, read_manifest(source.folder))
         index = read_index(source.folder)
         check_shapes(index, parameter_shapes(source.model), source.folder)
         self._parameters = index.parameters
@@ -164,9 +178,7 @@ class CheckpointWeights(Weights):
 
     def read_stored(self, name: str, box: Box) -> Tensor:
         """Assemble the box of a parameter from the ranks' files, in fp32."""
-        result = torch.empty(size(box))
-        fill({WEIGHT: result}, (box, 0, size(box)), self._parameters[name], self._files.open)
-        return self._note_non_finite(name, result).view([stop - start for start, stop in box])
+        return self._note_non_finite(name, read_box(self._parameters[name], box, self._files))
 
 
 class _HfWeights(Weights):
@@ -174,8 +186,12 @@ class _HfWeights(Weights):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.model, source.folder)
-        self._found = locate_tensors(source.model, self._files)
+        self._tensors = self._list_tensors(source)
+        self._found = locate_tensors(source.model, self._tensors)
         self.notes += self._found.notes
+
+    def _list_tensors(self, source: Source) -> NamedTensors:
+        return HfTensors(self._files)
 
     def rows(self, name: str) -> int:
         """Return the number of rows of the parameter `name`, over all its tensors."""
@@ -193,8 +209,12 @@ class _HfWeights(Weights):
 
     def _read(self, stored: StoredTensor, sides: tuple[slice, ...]) -> Tensor:
         file, name = self._found.files[stored.name]
-        tensor = self._files.open(file).get_slice(name)
-        return tensor[sides[::-1]].T if stored.transposed else tensor[sides]
+        if stored.transposed:
+            return self._read_slice(file, name, sides[::-1]).T
+        return self._read_slice(file, name, sides)
+
+    def _read_slice(self, file: str, name: str, sides: tuple[slice, ...]) -> Tensor:
+        return self._files.open(file).get_slice(name)[sides]
 
     def check_head(self) -> None:
         """Check that a stored head equals the embedding that it is tied to.
@@ -204,33 +224,34 @@ class _HfWeights(Weights):
         """
         if not self.model.tied or HEAD not in self._found.files:
             return
-        head, table = (self._files.open(file).get_slice(name)
-                       for file, name in (self._found.files[HEAD], self._found.files[self._found.table]))
-        parts = (slice(first, first + _ROWS_AT_ONCE) for first in range(0, table.get_shape()[0], _ROWS_AT_ONCE))
+        head, table = self._found.files[HEAD], self._found.files[self._found.table]
+        shape = self._tensors.shape(*table)
+        parts = (slice(first, first + _ROWS_AT_ONCE) for first in range(0, shape[0], _ROWS_AT_ONCE))
         # NaN does not equal itself; `check_finite` reports it with a clearer message.
-        if head.get_shape() != table.get_shape() or not all(
-                torch.equal(head[part].nan_to_num(), table[part].nan_to_num()) for part in parts):
+        if self._tensors.shape(*head) != shape or not all(
+                torch.equal(self._read_slice(*head, (part,)).nan_to_num(),
+                            self._read_slice(*table, (part,)).nan_to_num()) for part in parts):
             raise UserError(f"{HEAD} differs from the embedding {self._found.table}, although config.json ties "
                             "them", where=str(self.where),
                             instead='set "tie_word_embeddings": false in config.json if the stored head is right, '
                                     f"or use weights without {HEAD}")
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SHARD_BYTES = 5_000_000_000
+class _ScriptWeights(_HfWeights):
+    """Weights of a Hugging Face model in a checkpoint of a script."""
+
+    def _list_tensors(self, source: Source) -> NamedTensors:
+        tensors = ScriptTensors(source)
+        self._parameters = tensors.parameters
+        return tensors
+
+    def _read_slice(self, file: str, name: str, sides: tuple[slice, ...]) -> Tensor:
+        parameter = self._parameters[name]
+        bounds = [side.indices(length)[:2] for side, length in zip(sides, parameter.shape, strict=False)]
+        return read_box(parameter, (*bounds, *whole_box(parameter.shape[len(bounds):])), self._files)
 
 
-@dataclass(frozen=True)
-class Exported:
-    """Result of an export: its folder, the size in bytes and number of weights files, and notes for the user."""
-
-    folder: Path
-    bytes: int
-    files: int
-    notes: tuple[str, ...]
-
-
-def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int = _SHARD_BYTES) -> Exported:
+def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: float = 5e9) -> Exported:
     """Export a model, one tensor at a time, to a folder that transformers' AutoModelForCausalLM loads.
 
     The folder appears only when it is complete. The logits of real tokens are equal, up to the rounding of `dtype`.
@@ -245,84 +266,23 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
         UserError: the checkpoint is damaged, Hugging Face has no equivalent model, `out` is not an empty folder, or
             the disk is full.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError("the path to export to is not an empty folder", where=str(out), instead="a new folder")
-    tensors = stored_tensors(source.model)
-    partial = out.with_name(f".{out.name}.partial")
-    with open_weights(source) as weights, _clean_up(out, partial):
-        partial.mkdir(parents=True)
-        shards = _split_into_shards(tensors, DTYPES[dtype].itemsize, shard_bytes)
-        for number, shard in enumerate(shards):
-            _write_shard(partial / _shard_file_name(number, len(shards)), shard, weights, DTYPES[dtype])
-            weights.check_finite()
-        total = sum(_numel(tensor) for tensor in tensors) * DTYPES[dtype].itemsize
-        if len(shards) > 1:
-            weight_map = {tensor.name: _shard_file_name(number, len(shards)) for number, shard in enumerate(shards)
-                          for tensor in shard}
-            write_json(partial / "model.safetensors.index.json",
-                       {"metadata": {"total_size": total}, "weight_map": weight_map})
-        end_of_text, note = write_tokenizer(entry_of(source), source.model.block_size, partial, source.folder)
-        _write_config(partial, source, dtype, end_of_text)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+    check_out(out)
+    names = stored_tensors(source.model)
+    with open_weights(source) as weights, new_folder(out) as folder:
+        tensors = [ExportTensor(tensor.name, tensor.stored_shape, DTYPES[dtype],
+                                partial(_export_values, tensor, weights, DTYPES[dtype])) for tensor in names]
+        files = write_weights(folder, tensors, shard_bytes)
+        end_of_text, note = write_tokenizer(entry_of(source), source.model.block_size, folder, source.folder)
+        write_json(folder / CONFIG, {**to_hf(source.model, dtype=dtype_name(dtype), end_of_text=end_of_text),
+                                     **make_provenance(source.folder, source.state)})
     notes = [*weights.notes, *([] if note is None else [f"no tokenizer was written: {note}"])]
-    return Exported(out, total, len(shards), tuple(notes))
+    return Exported(out, sum(tensor.bytes for tensor in tensors), files, tuple(notes))
 
 
-def _write_config(folder: Path, source: Source, dtype: str, end_of_text: int | None) -> None:
-    provenance: dict[str, str | int] = {"version": __version__, "from": str(source.folder.absolute())}
-    if source.state is not None:
-        provenance["step"] = source.state.step
-        if source.state.consumed is not None:
-            provenance["consumed"] = source.state.consumed
-    write_json(folder / CONFIG, {**to_hf(source.model, dtype=str(DTYPES[dtype]).removeprefix("torch."),
-                                         end_of_text=end_of_text), "ezpz_llm": provenance})
-
-
-def _write_shard(path: Path, shard: list[StoredTensor], weights: Weights, dtype: torch.dtype) -> None:
-    outline = {tensor.name: torch.empty(tensor.stored_shape, dtype=dtype, device="meta") for tensor in shard}
-    # transformers requires this metadata.
-    write_tensors(path, outline, (_export_values(tensor, weights).to(dtype) for tensor in shard), {"format": "pt"})
-
-
-def _export_values(tensor: StoredTensor, weights: Weights) -> Tensor:
+def _export_values(tensor: StoredTensor, weights: Weights, dtype: torch.dtype) -> Tensor:
     if tensor.ours not in parameter_shapes(weights.model):
-        return torch.zeros(tensor.stored_shape)  # a bias that the model does not have
+        return torch.zeros(tensor.stored_shape, dtype=dtype)  # a bias that the model does not have
     box = ((tensor.first, tensor.stop), *whole_box(tensor.shape[1:]))
     values = weights.read(tensor.ours, box)
-    return values.T if tensor.transposed else values
-
-
-def _split_into_shards(tensors: list[StoredTensor], item_bytes: int, limit: int) -> list[list[StoredTensor]]:
-    shards: list[list[StoredTensor]] = [[]]
-    used = 0
-    for tensor in tensors:
-        size = _numel(tensor) * item_bytes
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(tensor)
-        used += size
-    return shards
-
-
-def _numel(tensor: StoredTensor) -> int:
-    return math.prod(tensor.shape)
-
-
-def _shard_file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-@contextlib.contextmanager
-def _clean_up(out: Path, partial: Path) -> Iterator[None]:
-    """Remove incomplete output, and turn an OSError into a UserError."""
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"the export could not be written: {error.strerror}", where=str(error.filename or out),
-                        instead="free disk space there, or choose another folder", exit_code=1) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    weights.check_finite()
+    return (values.T if tensor.transposed else values).to(dtype)

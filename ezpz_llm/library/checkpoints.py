@@ -17,6 +17,7 @@ from ezpz_llm.checkpoint.saver import save
 from ezpz_llm.checkpoint.state import Progress
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.library.hf_settings import check_hf_settings, hf_settings
+from ezpz_llm.library.model_description import describe_model
 from ezpz_llm.library.run import current
 from ezpz_llm.library.wrapping import Wrapped
 
@@ -42,6 +43,7 @@ def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
     with run.phase("checkpoints"):
         return save(model.engine, run.dist, run.dist.run_dir,
                     Progress(step=step, hf_config=hf_settings(model.module), user=state,
+                             models={"": describe_model(model.module)},
                              param_groups=[_hyperparameters(group) for group in model.optimizer.param_groups]))
 
 
@@ -103,7 +105,8 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
     run.step = loaded.state.step
     run.begin_step()
     saved = as_plain(loaded.state)
-    saved.pop("param_groups", None)
+    for name in ("param_groups", "models"):
+        saved.pop(name, None)
     return {**saved, **saved.pop("user", {}), "rng_restored": loaded.rng_restored}
 
 

@@ -34,9 +34,10 @@ def check_identity(config: RunConfig, model: ModelConfig, folder: Path, state: S
     Raises:
         UserError: the seed, data, tokenizer or model differs, or the checkpoint's step is not below `--steps`.
     """
-    if state.model is None or None in (state.consumed, state.sample_hash, state.seed, state.data):
-        raise UserError("the checkpoint was not saved by the trainer, or its state.json is incomplete",
-                        where=str(folder), instead="resume from a checkpoint of ezpz_llm.train")
+    check_origin(folder, state)
+    if None in (state.consumed, state.sample_hash, state.seed, state.data):
+        raise UserError("the checkpoint's state.json is incomplete", where=str(folder),
+                        instead="resume from a checkpoint of ezpz_llm.train")
     if state.seed != config.seed:
         raise UserError(f"the checkpoint's seed is {state.seed}, this run's is {config.seed}: the order of "
                         "samples would change", where=str(folder),
@@ -47,6 +48,20 @@ def check_identity(config: RunConfig, model: ModelConfig, folder: Path, state: S
     if state.step >= config.steps:
         raise UserError(f"the checkpoint is of step {state.step}, but this run ends at step {config.steps}",
                         where=str(folder), instead=f"--steps {2 * state.step}, or any number above {state.step}")
+
+
+def check_origin(folder: Path, state: State) -> None:
+    """Check that the trainer saved a checkpoint.
+
+    Raises:
+        UserError: a script saved it.
+    """
+    if state.is_of_script:
+        names = ", ".join(model.class_name for model in state.script_models.values())
+        raise UserError(f"the checkpoint was saved by a script ({names}), so the trainer cannot resume it",
+                        where=str(folder),
+                        instead="resume in the script, with ezpz_llm.load_checkpoint; or start a new run from the "
+                                f"weights, if the trainer supports the model: --init-from {folder}")
 
 
 def _check_tokens(config: RunConfig, tokens: TokenData, folder: Path, state: State) -> None:

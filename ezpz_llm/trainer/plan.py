@@ -18,7 +18,7 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import choose_tokenizer as choose_tokenizer
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.hellaswag import read_items
-from ezpz_llm.hf.source import Source, checkpoint_source, find_source, with_model_changes
+from ezpz_llm.hf.source import Source, find_checkpoint, find_source, source_in, with_model_changes
 from ezpz_llm.hf.tokenizer import tokenizer_argument_for
 from ezpz_llm.hf.weight_files import check_weight_files
 from ezpz_llm.layout.batch import SPELLINGS, option_of
@@ -347,7 +347,7 @@ def _weights_to_load(init_from: str, resume: str | None) -> Source:
     A resumed run does not need the initial weights. They may have been moved or removed.
     """
     if resume is not None:
-        return checkpoint_source(Path(resume), "--resume")
+        return source_in(find_checkpoint(Path(resume), "--resume"))
     return find_source(init_from, "--init-from")
 
 

@@ -19,6 +19,7 @@ from ezpz_llm.layout.value_source import DEFAULT, FROM_DS_CONFIG, Origin, ValueS
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import RunRecord, read_record
+from ezpz_llm.trainer.checkpoint_identity import check_origin
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.recorded_settings import recorded_settings
@@ -73,6 +74,9 @@ def find_resume_point(options: Options) -> ResumePoint:
     given = options
     is_own = own_dir is not None and Path(own_dir).resolve() == run.path.resolve()
     is_saved = has_checkpoint(target)
+    if is_saved:
+        checkpoint_folder = find(target)
+        check_origin(checkpoint_folder, read_state(checkpoint_folder))
     if not is_saved and config.resume != AUTO:
         if Path(target) != run.path or not run.record.exists():
             find(target)  # raises an error that describes the problem
