@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,18 @@ from ezpz_llm.checkpoint.script_model import ScriptModel
 from ezpz_llm.checkpoint.state import State
 from ezpz_llm.evaluate.command import main as evaluate
 from ezpz_llm.evaluate.generation import main as generate
+from ezpz_llm.hf import script_export
 from ezpz_llm.hf.config import from_hf, stored_tensors
+from ezpz_llm.hf.source import find_source
+from ezpz_llm.hf.weights import open_weights, read_box
+from ezpz_llm.model.parameters import parameter_shapes, whole_box
 from ezpz_llm.rundir import write_json
 from ezpz_llm.train import main as train
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
+RANK_0 = "rank-00000.safetensors"
 PROGRAM = HELPERS / "script_checkpoints.py"
 HUGGING_FACE = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM",
                 "vit": "ViTForImageClassification"}
@@ -189,20 +195,24 @@ def test_a_damaged_checkpoint_of_a_script_is_called_damaged(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def write_weights(checkpoint: Path, weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """Add tensors to a checkpoint, each in one piece."""
+    save_file({**{f"weight/{name}": values for name, values in weights.items()},
+               **{f"buffer/{name}": values for name, values in buffers.items()}}, checkpoint / RANK_0)
+    write_json(checkpoint / "index.json", {"format": 1, "kinds": ["weight"], "parameters": {
+        name: {"shape": [len(values)], "pieces": [{"box": [[0, len(values)]], "start": 0, "stop": len(values),
+                                                   "file": RANK_0, "key": name}]}
+        for name, values in weights.items()}})
+    write_manifest(checkpoint, 3, [make_record(checkpoint / name) for name in ("state.json", "index.json", RANK_0)])
+
+
 def test_several_models_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Export two models, whose names are prefixes of their parameters, and NaN, extra state and code of a model."""
     checkpoint = write_checkpoint(tmp_path, {
         "a": ScriptModel(class_name="A", extra_state=("_extra_state",), tied={"v": "w"}),
         "b": ScriptModel(class_name="B", config={"auto_map": {"AutoModel": "mine.B"}})}, {})
-    weights = {"a.w": torch.tensor([1.0, math.nan]), "b.w": torch.tensor([3.0])}
-    save_file({**{f"weight/{name}": values for name, values in weights.items()}, "buffer/b.n": torch.tensor(5)},
-              checkpoint / "rank-00000.safetensors")
-    write_json(checkpoint / "index.json", {"format": 1, "kinds": ["weight"], "parameters": {
-        name: {"shape": [len(values)], "pieces": [
-            {"box": [[0, len(values)]], "start": 0, "stop": len(values), "file": "rank-00000.safetensors",
-             "key": name}]} for name, values in weights.items()}})
-    write_manifest(checkpoint, 3, [make_record(checkpoint / name) for name in (
-        "state.json", "index.json", "rank-00000.safetensors")])
+    write_weights(checkpoint, {"a.w": torch.tensor([1.0, math.nan]), "b.w": torch.tensor([3.0])},
+                  {"b.n": torch.tensor(5)})
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "28 bytes of weights in 2 files" in printed
@@ -215,6 +225,22 @@ def test_several_models_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "out" / "a" / "config.json").exists()
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert "model b         B of transformers, 1 parameter tensor, 1 buffer" in capsys.readouterr().out
+
+
+def test_an_export_holds_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = write_checkpoint(tmp_path, {"": ScriptModel(class_name="A")}, {})
+    write_weights(checkpoint, {str(number): torch.ones(9) for number in range(20)}, {})
+    read: list[weakref.ref[Tensor]] = []
+
+    def watched(*arguments: Any) -> Tensor:
+        assert sum(reference() is not None for reference in read) <= 1
+        values = read_box(*arguments)
+        read.append(weakref.ref(values))
+        return values
+
+    monkeypatch.setattr(script_export, "read_box", watched)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert len(read) == 20
 
 
 def test_a_model_name_outside_of_the_export_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +261,23 @@ def test_exports_from_two_ranks(tmp_path: Path) -> None:
     more = ["Odder:ddp", "WithExtraState:fsdp2", "qwen3:tp2", "qwen3:zero3+bf16", "gpt2:fsdp2+bf16", "frozen:zero3"]
     for name, (checkpoint, expected) in results_of(PROGRAM, tmp_path, [*runs, *more], 2).items():
         check_export(name, checkpoint, expected, tmp_path / name)
+
+
+def weights_for_the_trainer(source: str) -> dict[str, Tensor]:
+    with open_weights(find_source(source, "test")) as weights:
+        return {name: weights.read(name, whole_box(shape))
+                for name, shape in parameter_shapes(weights.model).items()}
+
+
+@pytest.mark.full
+def test_the_trainer_reads_a_scripts_weights_as_their_export(tmp_path: Path) -> None:
+    need_mpiexec()
+    for name, (checkpoint, _) in results_of(PROGRAM, tmp_path, [
+            f"{kind}:{layout}" for kind in ("gpt2", "llama", "qwen3") for layout in ("zero3", "fsdp2")], 2).items():
+        assert main(["export", checkpoint, str(tmp_path / name)]) == 0
+        direct, exported = (weights_for_the_trainer(source) for source in (checkpoint, str(tmp_path / name)))
+        assert direct.keys() == exported.keys()
+        assert all(torch.equal(value, exported[key]) for key, value in direct.items())
 
 
 @pytest.mark.full
