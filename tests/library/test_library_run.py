@@ -182,6 +182,16 @@ def test_a_run_can_end_in_any_way(tmp_path: Path):
     assert (tmp_path / "finally/report.html").exists()
 
 
+@pytest.mark.parametrize(("last_line", "has_group"), [("pass", "False"), ("1 / 0", "True")])
+def test_no_thread_is_left_at_exit_unless_a_script_fails(tmp_path: Path, last_line: str, has_group: str):
+    """Check that the process group is gone before the interpreter shuts down, where gloo's threads would abort."""
+    script = ("import atexit, torch, ezpz_llm; atexit.register(lambda: print(torch.distributed.is_initialized()));"
+              f"ezpz_llm.setup(device='cpu', run_dir='run'); {last_line}")
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=clean_env(OMP_NUM_THREADS="1"),
+                            capture_output=True, text=True, timeout=scaled(120), check=False)
+    assert result.stdout.strip() == has_group
+
+
 _TWO_RANKS = """
 import sys, ezpz_llm, torch
 run = ezpz_llm.setup(log_every=3)
