@@ -123,6 +123,36 @@ def test_cpu_is_one_step_ahead_of_the_device_unless_it_waits(monkeypatch, waits)
         assert step.step_time_s == pytest.approx(forward + 0.005)
 
 
+def test_work_that_is_left_out_is_not_device_time(monkeypatch):
+    """Check evaluation in and after a pause, with kernels that the device executes later."""
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=device.event))
+    timeline = StepTimeline(torch.device("cuda"))
+    timeline.leave_out()  # before the first step
+    timeline.begin_step()
+    with timeline.span("forward"):
+        device.enqueue(0.010)
+        timeline.leave_out()  # inside a span
+    with timeline.pause(), timeline.pause():
+        device.enqueue(5)
+    with timeline.span("backward"):
+        device.enqueue(0.020)
+    device.enqueue(7)
+    timeline.leave_out()
+    device.enqueue(0.040)
+    with timeline.pause():
+        device.enqueue(9)
+        timeline.end_step(2)
+        timeline.begin_step()
+        device.enqueue(9)
+    device.enqueue(0.080)
+    timeline.end_step()
+    first, second = timeline.drain()
+    assert first.step_time_s == pytest.approx(0.070 / 2, abs=0.002)
+    assert (first.phases["forward"], first.phases["backward"]) == pytest.approx((0.005, 0.010), abs=0.002)
+    assert second.step_time_s == pytest.approx(0.080, abs=0.002)
+
+
 @pytest.mark.gpu
 def test_device_time_is_execution_time_not_enqueue_time():
     if not torch.cuda.is_available():
