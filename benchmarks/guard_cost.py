@@ -59,8 +59,8 @@ def measure(model: str, block_size: int, steps: int) -> dict[str, object]:
                     optimizer._optimizer_step_pre_hooks.update(hooks[0])
                     optimizer._optimizer_step_post_hooks.update(hooks[1])
                 began = time.process_time()
-                loss = engine.forward(tokens[:, :-1], tokens[:, 1:], last_micro_step=True)
-                engine.backward(loss)
+                loss = engine.module(tokens[:, :-1], tokens[:, 1:])
+                engine.backward(loss, is_last=True)
                 before = time.process_time()
                 if kind == "norms":
                     engine.step_skip.measure(engine.training_state())

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ezpz_llm.library.hugging_face import trainer_callback
     from ezpz_llm.library.run import Run, finish, phase, record, setup
     from ezpz_llm.library.target import Target
-    from ezpz_llm.library.wrapping import Wrapped, wrap
+    from ezpz_llm.library.wrapped import Wrapped
+    from ezpz_llm.library.wrapping import wrap
     from ezpz_llm.trainer.callbacks.callback import Callback
 
 __all__ = ["Callback", "Run", "Target", "UserError", "Wrapped", "__version__", "finish", "load_checkpoint", "phase",
@@ -24,7 +25,7 @@ __all__ = ["Callback", "Run", "Target", "UserError", "Wrapped", "__version__", "
 _MODULES = {"Callback": "trainer.callbacks.callback", "UserError": "base", "__version__": "base.version",
            "Target": "library.target", "trainer_callback": "library.hugging_face",
            **dict.fromkeys(("Run", "finish", "phase", "record", "setup"), "library.run"),
-           **dict.fromkeys(("Wrapped", "wrap"), "library.wrapping"),
+           "Wrapped": "library.wrapped", "wrap": "library.wrapping",
            **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "library.checkpoints")}
 
 

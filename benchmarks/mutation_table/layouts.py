@@ -12,9 +12,9 @@ FSDP2 = "ezpz_llm/engine/fsdp2_engine.py"
 GPT = "ezpz_llm/model/gpt.py"
 GRADIENTS = "ezpz_llm/engine/gradients.py"
 LOSS = "ezpz_llm/model/loss.py"
-MASTERS = "ezpz_llm/engine/masters.py"
 MATRICES = "ezpz_llm/engine/whole_matrices.py"
 PIPELINE = "ezpz_llm/engine/pipeline_engine.py"
+REDUCER = "ezpz_llm/engine/gradient_reducer.py"
 RESOLVE = "ezpz_llm/layout/resolve.py"
 SHARDED = "ezpz_llm/engine/sharded_start.py"
 STAGE = "ezpz_llm/model/pipeline.py"
@@ -24,38 +24,39 @@ SUMS = "ezpz_llm/model/tp_collectives.py"
 TENSOR = "ezpz_llm/model/tensor_parallel.py"
 TORCH = "ezpz_llm/engine/torch_engine.py"
 ULYSSES = "ezpz_llm/engine/sequence_parallel.py"
+ZERO_STATE = "ezpz_llm/engine/deepspeed_state.py"
 
 FAULTS = (
-    Fault("never-wrapped", "ddp", TORCH, 'if self._mesh.size("dp", "sp") == 1 or self.masters is not None:',
-          'if self._mesh.size("dp", "sp") >= 1 or self.masters is not None:', cell("ddp", 2)),
-    Fault("masters-gradients-are-a-sum", "ddp", MASTERS, "self._group, self._share = group, 1.0 / peers",
+    Fault("never-reduced", "ddp", TORCH, "if peers == 1 and self.masters is None:", "if self.masters is None:",
+          cell("ddp", 2)),
+    Fault("gradients-are-a-sum", "ddp", REDUCER, "self._group, self._share = group, 1.0 / peers",
           "self._group, self._share = group, 1.0", cell("ddp", 2, dtype="bf16")),
-    Fault("buckets-before-they-are-full", "ddp", MASTERS,
+    Fault("buckets-before-they-are-full", "ddp", REDUCER,
           "while ready < len(self._buckets) and self._buckets[ready].is_ready:",
           "while ready < len(self._buckets):", cell("ddp", 2, dtype="bf16")),
-    Fault("masters-reduced-each-micro-step", "ddp", TORCH, "self.masters.reduces = last_micro_step",
-          "self.masters.reduces = True", cell("ddp", 2, dtype="bf16")),
-    Fault("buckets-never-reduced", "ddp", MASTERS, "for bucket in self._buckets[self._next:end]:",
+    Fault("reduced-in-each-micro-step", "ddp", REDUCER, "self._reduces = is_last", "self._reduces = True",
+          cell("ddp", 2, dtype="bf16")),
+    Fault("buckets-never-reduced", "ddp", REDUCER, "for bucket in self._buckets[self._next:end]:",
           "for bucket in self._buckets[self._next:end - 1]:", cell("ddp", 2, dtype="bf16")),
-    Fault("reduced-within-pairs", "ddp", TORCH, 'process_group=self._mesh.group("dp", "sp"), gradient_as',
-          "process_group=torch.distributed.new_subgroups(2)[0], gradient_as", cell("ddp", 4)),
-    Fault("buckets-reduced-only-in-the-first-step", "ddp", MASTERS, "        self._next = self._first\n", "",
+    Fault("reduced-within-pairs", "ddp", TORCH, 'GradientReducer(trained, self._mesh.group("dp", "sp"), peers,',
+          "GradientReducer(trained, torch.distributed.new_subgroups(2)[0], peers,", cell("ddp", 4)),
+    Fault("buckets-reduced-only-in-the-first-step", "ddp", REDUCER, "        self._next = self._first\n", "",
           cell("ddp", 2, dtype="bf16")),
     Fault("dropout-of-all-ranks-alike", "ddp", START, 'dist.mesh.place("pp", "dp", "sp")[0])', "0)",
           DROPOUT),
-    Fault("always-a-boundary", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(last_micro_step)",
+    Fault("always-a-boundary", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(is_last)",
           "set_gradient_accumulation_boundary(True)", cell("zero1", 2)),
-    Fault("divided-by-accumulation-twice", "zero", DEEPSPEED, "        self._engine.backward(loss)\n",
-          "        self._engine.backward(loss / self.batch.accumulation)\n", cell("zero2", 2)),
+    Fault("divided-by-accumulation-twice", "zero", DEEPSPEED, "self._passed_through(loss), retain",
+          "self._passed_through(loss / self.batch.accumulation), retain", cell("zero2", 2)),
     Fault("stages-do-not-clip", "zero", RESOLVE, '"gradient_clipping": clip if layout.zero.stage else 0.0',
           '"gradient_clipping": 0.0', cell("zero1", 2, "llama")),
     Fault("stages-clip-to-double", "zero", RESOLVE, '"gradient_clipping": clip if layout.zero.stage else 0.0',
           '"gradient_clipping": 2 * clip if layout.zero.stage else 0.0', cell("zero3", 2)),
     Fault("stage-0-does-not-clip", "zero", DEEPSPEED, "self._engine.optimizer, self._clip, self._loss_factor)",
           "self._engine.optimizer, 0.0, self._loss_factor)", cell("zero0", 2)),
-    Fault("loaded-parameters-not-refreshed", "zero", DEEPSPEED, "        self.zero.update_lp_params()",
+    Fault("loaded-parameters-not-refreshed", "zero", ZERO_STATE, "        self.zero.update_lp_params()",
           "        pass", cell("zero1", 2)),
-    Fault("loaded-partitions-not-refreshed", "zero", DEEPSPEED,
+    Fault("loaded-partitions-not-refreshed", "zero", ZERO_STATE,
           "self.zero._reassign_or_swap_out_partitioned_parameters(number)", "pass", cell("zero3", 2)),
     Fault("partitions-start-alike", "zero", SHARDED,
           "start = min(part * rank, parameter.ds_numel)", "start = 0",
@@ -63,11 +64,11 @@ FAULTS = (
     Fault("rate-never-set", "zero", DEEPSPEED, "        set_lr(self._engine.optimizer, lr)\n", "",
           cell("zero2", 2, "llama")),
     Fault("stages-step-twice", "zero", DEEPSPEED,
-          "        self._engine.step()\n        if self.layout.zero.stage == 3",
-          "        self._engine.step()\n        self._engine.step()\n        if self.layout.zero.stage == 3",
+          "        self._engine.step()\n        if self._sliced",
+          "        self._engine.step()\n        self._engine.step()\n        if self._sliced",
           cell("zero2", 2)),
-    Fault("boundary-inverted", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(last_micro_step)",
-          "set_gradient_accumulation_boundary(not last_micro_step)", cell("zero2", 2)),
+    Fault("boundary-inverted", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(is_last)",
+          "set_gradient_accumulation_boundary(not is_last)", cell("zero2", 2)),
     Fault("tiles-in-reverse", "zero", BUILD, "outputs = (tiles.out_parts[row], tiles.out_parts[row + 1])",
           "outputs = (tiles.out_parts[down - 1 - row], tiles.out_parts[down - row])", cell("tiled", 2)),
     Fault("matrices-of-the-first-place-alone", "zero", MATRICES,
@@ -75,8 +76,8 @@ FAULTS = (
           "            if (part.is_contributed and part.place.start == 0) or self._is_replicated:", MUON),
     Fault("rows-are-copies", "fsdp2", FSDP2, "parameter.to_local().detach() for",
           "parameter.to_local().detach().clone() for", cell("fsdp2", 2)),
-    Fault("reduced-after-the-wrong-micro-step", "fsdp2", FSDP2, "(last_micro_step or self._reduces_each)",
-          "(not last_micro_step or self._reduces_each)", cell("fsdp2", 2, "llama")),
+    Fault("reduced-after-the-wrong-micro-step", "fsdp2", FSDP2, "(is_last or self._reduces_each)",
+          "(not is_last or self._reduces_each)", cell("fsdp2", 2, "llama")),
     Fault("neighbours-swapped", "fsdp2", FSDP2,
           "self._place, self._copy = (rank % within, within), (rank // within, size // within)",
           "self._place, self._copy = (rank // within, within), (rank % within, size // within)",

@@ -26,7 +26,7 @@ GPT = "ezpz_llm/model/gpt.py"
 GRADIENTS = "ezpz_llm/engine/gradients.py"
 INIT = "ezpz_llm/model/init.py"
 LOSS = "ezpz_llm/model/loss.py"
-MASTERS = "ezpz_llm/engine/masters.py"
+REDUCER = "ezpz_llm/engine/gradient_reducer.py"
 MUONS = "ezpz_llm/layout/optimizers/muon.py"
 STATE = "ezpz_llm/engine/optimizer_state.py"
 TORCH = "ezpz_llm/engine/torch_engine.py"
@@ -131,26 +131,26 @@ FAULTS = (
     Fault("first-micro-batch-again", "accumulation", BASE, "for index, inputs in enumerate(micro_batches):",
           "micro_batches = list(micro_batches)\n"
           "        for index, inputs in enumerate(micro_batches[:1] * len(micro_batches)):", GPT2),
-    Fault("gradients-not-forgotten", "accumulation", TORCH, "            self._optimizer.zero_grad()\n",
-          "            pass\n", GPT2),
-    Fault("masters-gradients-overwritten", "accumulation", MASTERS,
+    Fault("gradients-not-forgotten", "accumulation", TORCH, "        self._optimizer.zero_grad()\n", "", GPT2),
+    Fault("gradients-overwritten", "accumulation", REDUCER,
           "        self._outdated.difference_update(first)\n", "", GPT2_BF16),
-    Fault("masters-gradients-not-forgotten", "accumulation", MASTERS,
-          "        self._outdated = set(self._masters)", "        self._outdated = set()", GPT2_BF16),
+    Fault("sums-not-forgotten", "accumulation", REDUCER,
+          "        self._outdated = set(self._names)\n        self._reduce(",
+          "        self._outdated = set()\n        self._reduce(", GPT2_BF16),
     Fault("gradients-forgotten-in-the-step", "accumulation", TORCH,
-          "        try:\n            return self._wrapped(*inputs, **named)",
-          "        if self.masters is None:\n            self._optimizer.zero_grad()\n"
-          "        try:\n            return self._wrapped(*inputs, **named)", GPT2),
-    Fault("reduced-after-the-first", "accumulation", BASE, "last_micro_step=index == accumulation - 1)",
-          "last_micro_step=index == 0)", cell("ddp", 2)),
+          "        if self._reducer is not None:\n            self._reducer.start_backward",
+          "        if self._reducer is None:\n            self._optimizer.zero_grad()\n"
+          "        if self._reducer is not None:\n            self._reducer.start_backward", GPT2),
+    Fault("reduced-after-the-first", "accumulation", BASE, "is_last=index == accumulation - 1)",
+          "is_last=index == 0)", cell("ddp", 2)),
     Fault("clip-scales-up", "clipping", GRADIENTS, ".clamp(min=1.0) * loss_scale", " * loss_scale", GPT2),
     Fault("clip-by-a-sum-of-norms", "clipping", GRADIENTS,
-          "torch.linalg.vector_norm(torch.stack(tensor_norms(owned)))", "torch.stack(tensor_norms(owned)).sum()",
+          "torch.linalg.vector_norm(torch.stack(tensor_norms(grads)))", "torch.stack(tensor_norms(grads)).sum()",
           GPT2),
     Fault("clip-by-the-largest-norm", "clipping", GRADIENTS,
-          "torch.linalg.vector_norm(torch.stack(tensor_norms(owned)))", "torch.stack(tensor_norms(owned)).amax()",
+          "torch.linalg.vector_norm(torch.stack(tensor_norms(grads)))", "torch.stack(tensor_norms(grads)).amax()",
           GPT2),
-    Fault("norm-without-the-last-tensor", "clipping", GRADIENTS, "torch.stack(tensor_norms(owned))",
+    Fault("norm-without-the-last-tensor", "clipping", GRADIENTS, "torch.stack(tensor_norms(grads))",
           "torch.stack(tensor_norms(owned[:-1]))", GPT2),
     Fault("clip-with-a-large-epsilon", "clipping", GRADIENTS, "divisor = ((norm + 1e-6) / clip)",
           "divisor = ((norm + 1e-4) / clip)", GPT2),

@@ -15,6 +15,7 @@ INDEX = "ezpz_llm/checkpoint/index.py"
 LOOP = "ezpz_llm/trainer/loop.py"
 LOSS = "ezpz_llm/model/loss.py"
 MASTERS = "ezpz_llm/engine/masters.py"
+REDUCER = "ezpz_llm/engine/gradient_reducer.py"
 OPTIMIZERS = "ezpz_llm/layout/optimizers/__init__.py"
 PRECISION = "ezpz_llm/engine/precision.py"
 READER = "ezpz_llm/checkpoint/reader.py"
@@ -189,9 +190,9 @@ FAULTS = (
           "            foreach_copy_(list(self._masters), list(self._masters.values()))",
           "            foreach_copy_(list(self._masters), list(self._masters.values()))\n"
           "            foreach_copy_(list(self._masters.values()), list(self._masters))", GPT2_BF16),
-    Fault("micro-steps-added-in-bf16", "precision", MASTERS,
-          "self._gradient(parameter).add_(parameter.grad, alpha=self._share)",
-          "(total := self._gradient(parameter)).copy_(total.bfloat16().add_(parameter.grad, alpha=self._share))",
+    Fault("micro-steps-added-in-bf16", "precision", REDUCER,
+          "bucket.views[parameter].add_(parameter.grad, alpha=self._share)",
+          "(total := bucket.views[parameter]).copy_(total.bfloat16().add_(parameter.grad, alpha=self._share))",
           WIDE_SUMS),
     Fault("start-not-rounded", "precision", BUILD, "    round_parameters(model, resolved.precision)\n", "",
           WIDE_SUMS),

@@ -77,15 +77,15 @@ def _drop_bucket(engine: Engine, dist: Dist) -> None:
 
 
 def _sync_early(engine: Any, dist: Dist) -> None:
-    inner, calls = engine.forward, [0]
+    inner, calls = engine.backward, [0]
 
-    def forward(*inputs: Any, last_micro_step: bool) -> Any:
-        """Run the forward pass, reducing gradients after the first micro-step instead of the last."""
+    def backward(loss: Any, is_last: bool) -> None:
+        """Run the backward pass, reducing gradients after the first micro-step instead of the last."""
         is_first = calls[0] % engine.batch.accumulation == 0
         calls[0] += 1
-        return inner(*inputs, last_micro_step=is_first)
+        inner(loss, is_first)
 
-    engine.forward = forward
+    engine.backward = backward
 
 
 def _unmark_tp(engine: Any, dist: Dist) -> None:
@@ -219,21 +219,20 @@ def _repeat_half_of_micro_batches(engine: Any, dist: Dist) -> None:
 
 
 def _report_last_loss(engine: Any, dist: Dist) -> None:
-    forward, train_step = engine.forward, engine.train_step
+    backward, train_step = engine.backward, engine.train_step
     last: list[Any] = []
 
-    def watched(*inputs: Any, last_micro_step: bool) -> Any:
-        """Run the forward pass and record its loss."""
-        loss = forward(*inputs, last_micro_step=last_micro_step)
+    def watched(loss: Any, is_last: bool) -> None:
+        """Run the backward pass and record its loss."""
         last[:] = [loss.detach()]
-        return loss
+        backward(loss, is_last)
 
     def last_loss_step(*step: Any) -> Any:
         """Make a step that returns the loss of the last micro-step instead of the mean."""
         _, norm = train_step(*step)
         return last[0], norm
 
-    engine.forward, engine.train_step = watched, last_loss_step
+    engine.backward, engine.train_step = watched, last_loss_step
 
 
 def _unmask_beyond_64(engine: Engine, dist: Dist) -> None:

@@ -107,8 +107,9 @@ def state_of(engine: Engine) -> State:
     state = engine.training_state()
     for piece in state.slices():
         for kind, tensors in parts.items():
-            tensors.setdefault(piece.name, torch.full(piece.shape, torch.nan)).view(-1)[piece.start:piece.stop] = (
-                piece.tensors[kind].detach().cpu())
+            whole = tensors.setdefault(piece.name, torch.full(piece.shape, torch.nan))
+            # A parameter of a script has no moments before its first step.
+            whole.view(-1)[piece.start:piece.stop] = piece.tensors.get(kind, torch.zeros(())).detach().cpu()
     return State(parts["weight"], parts["exp_avg"], parts["exp_avg_sq"], state.optimizer_step)
 
 

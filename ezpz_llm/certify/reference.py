@@ -307,7 +307,8 @@ def compare(engine: Engine, config: ModelConfig | None, reference: Reference, ki
     def squared(part: Slice, whole: torch.Tensor) -> float:
         """Return the squared difference of a slice from the reference; inf if either has NaN."""
         box = tuple(slice(*side) for side in part.box)
-        value = part.tensors[kind].detach().cpu().double()
+        # A parameter of a script has no moments before its first step.
+        value = part.tensors.get(kind, torch.zeros(part.numel)).detach().cpu().double()
         if against == "gradient" and (moment := reference.tensors.get(f"moment/{part.name}")) is not None:
             value = value - recipe.BETAS[0] * _slice_of(moment, box, part).double()
         difference = value * scale - _slice_of(whole, box, part).double()

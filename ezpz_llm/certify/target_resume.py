@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ezpz_llm import checkpoint
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.local_launches import Job
@@ -27,7 +26,8 @@ from ezpz_llm.certify.target_run import (
 from ezpz_llm.certify.verdict import Finding
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather, broadcast
-from ezpz_llm.library.wrapping import Wrapped
+from ezpz_llm.library.script_models import ScriptModels
+from ezpz_llm.library.wrapped import Wrapped
 from ezpz_llm.rundir import RunDir
 
 WeightSlices = list[tuple[str, Tensor]]
@@ -50,13 +50,12 @@ class MidRunCheckpoints:
 
     def save(self, model: Wrapped) -> None:
         """Save the case's checkpoint. Collective."""
-        progress = checkpoint.Progress(step=self.step, user={"case": self._layout})
-        checkpoint.save(model.engine, self._dist, RunDir(self.own), progress)
+        ScriptModels({"": model}, self._dist).save(RunDir(self.own), self.step, {"case": self._layout})
 
     def load(self, model: Wrapped) -> None:
         """Load the checkpoint of the last case that passed, or the case's own if there is none. Collective."""
         where = self.passed if broadcast(self._dist, self.passed.is_dir()) else self.own
-        self.loaded = checkpoint.load(checkpoint.find(where), model.engine, self._dist).state.user["case"]
+        self.loaded = ScriptModels({"": model}, self._dist).load(where).state.user["case"]
 
     def close(self, *, passed: bool) -> None:
         """Keep the case's checkpoint for the next case if the case passed, else delete it. Collective."""
@@ -88,7 +87,10 @@ def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
     assert job.target is not None
     target = load(job.target)
     model = wrap_target(target, dist, ds_config, ACCUMULATION, clip, seed=recipe.SEED + 1)
+    rates = [group["lr"] for group in model.optimizer.param_groups]
     checkpoints.load(model)
+    for group, rate in zip(model.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # not that of the checkpoint's step, since `train` has its own schedule
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
     trajectory = train(model, batches, use_own_step=True, first=checkpoints.step)
     return trajectory, copy_weights(model)

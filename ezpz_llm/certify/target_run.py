@@ -26,10 +26,10 @@ from ezpz_llm.certify.target_statistics import StatisticsByRank
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.optimizer_state import Slice
-from ezpz_llm.library.checkpoints import has_known_state
 from ezpz_llm.library.run import Run
 from ezpz_llm.library.target import Target
-from ezpz_llm.library.wrapping import Wrapped, on_tensors, wrap_in
+from ezpz_llm.library.wrapped import Wrapped, on_tensors
+from ezpz_llm.library.wrapping import wrap_in
 from ezpz_llm.observe import StepTimeline, WallClock
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -70,7 +70,8 @@ def _optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Op
         return torch.optim.AdamW(module.parameters(), lr=recipe.PEAK_LR, betas=recipe.BETAS,
                                  eps=EPS_SHARE * clip / elements ** 0.5, weight_decay=recipe.WEIGHT_DECAY)
     optimizer = target.optimizer(module)
-    if not has_known_state(optimizer):
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or any(
+            group.get("amsgrad") for group in optimizer.param_groups):
         raise UserError(f"certify cannot read the state of the optimizer {type(optimizer).__name__}",
                         where="Target.optimizer", instead="torch.optim.AdamW or Adam, without amsgrad")
     return optimizer

@@ -16,7 +16,6 @@ import spmd_types as spmd
 import torch
 from spmd_types import P, R, SpmdTypeError, V
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.certify.type_program import DATA_AXES, Rank, assembled, training_inputs
 from ezpz_llm.certify.type_rules import axes_of, replaced, stamp
@@ -81,11 +80,11 @@ def _engine(rank: Rank, module: Any, precision: str) -> Any:
 
 def _check_ddp(rank: Rank) -> None:
     program, module = rank.program, rank.module
-    program.where[:] = ["DistributedDataParallel"]
+    program.where[:] = ["GradientReducer in fp32"]
     engine = _engine(rank, assembled(rank.layout, module.config, rank.mesh), "fp32")
-    if not isinstance(engine._wrapped, DistributedDataParallel):
+    if engine._reducer is None:
         raise SpmdTypeError("no gradient is reduced")
-    _require_axes(rank, engine._wrapped.process_group, DATA_AXES)
+    _require_axes(rank, engine._reducer._group, DATA_AXES)
     module.zero_grad()
     with program.checked():
         with spmd.no_typecheck():
@@ -93,9 +92,10 @@ def _check_ddp(rank: Rank) -> None:
         for parameter, master in engine.masters.items():
             spmd.assert_type(master, dict(spmd.get_local_type(parameter)))
             # Gradients are accumulated in views of a bucket. Zeros are a sum of the ranks' zeros.
-            for tensor in (master.grad, master.grad._base):
+            gradient = engine._reducer.gradient(parameter)
+            for tensor in (gradient, gradient._base):
                 spmd.assert_type(tensor, dict(program.gradient_types(parameter)))
-        program.where[:] = ["MasterWeights"]
+        program.where[:] = ["GradientReducer in bf16"]
         inputs = [training_inputs(rank)[0] for _ in range(engine.batch.accumulation)]
         engine.train_step(inputs, 1e-3, lambda name: nullcontext())
     program.require("the gradient norm", engine.step_skip.norm)

@@ -184,8 +184,9 @@ def _check_micro_steps(single: Dist) -> Iterator[str]:
             parameter.register_hook(partial(add, name))
     batches = micro_batches(0)
     for number, batch in enumerate(batches):
-        engine.backward(engine.forward(*batch, last_micro_step=number == len(batches) - 1))
+        engine.backward(engine.module(*batch), is_last=number == len(batches) - 1)
     assert engine.masters is not None
+    engine.show_gradients()
     for name, parameter in engine.module.named_parameters():
         if name in sums and not torch.equal(engine.masters[parameter].grad, sums[name]):
             yield f"gradients of {name} are not accumulated in fp32 over micro-steps"

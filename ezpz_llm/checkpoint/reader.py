@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.index import BUFFER, Index, Parameter, Part, check_model, common, read_index
@@ -24,13 +25,14 @@ from ezpz_llm.checkpoint.manifest import (
 )
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.checkpoint.state import State, read_state
-from ezpz_llm.checkpoint.writer import buffers_of, restore_rng_states
+from ezpz_llm.checkpoint.writer import Trained, buffer_places, restore_rng_states
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.optimizer_state import EngineState
 
-Accept = Callable[[Path, State], None]
-"""Callback that raises a UserError if the run cannot resume from a checkpoint (folder, state)."""
+Accept = Callable[[Path, State, Index, EngineState], None]
+"""Callback that raises a UserError if the run cannot resume from a checkpoint: (folder, its state, its index, the
+engine's state)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Loaded:
     skipped: tuple[DamagedCheckpointError, ...] = ()
 
 
-def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -> Loaded:
+def load_newest(where: str | Path, engine: Trained, dist: Dist, accept: Accept) -> Loaded:
     """Load the newest undamaged checkpoint of a run directory, or the one that `where` names. Collective.
 
     Raises:
@@ -66,7 +68,7 @@ def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -
     raise all_damaged_error(skipped)
 
 
-def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> Loaded:
+def load(folder: Path, engine: Trained, dist: Dist, accept: Accept | None = None) -> Loaded:
     """Load a checkpoint into an engine: weights, moments, optimizer step and loss scale. Collective.
 
     First, the ranks share the work of checking every file's hash.
@@ -78,15 +80,15 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         UserError: the checkpoint is damaged (DamagedCheckpointError), or of another model, or has no optimizer
             state, or `accept` rejects it. The error is the same on every rank; the engine is unchanged.
     """
-    training, buffers = engine.training_state(), buffers_of(engine.module)
+    training, places = engine.training_state(), buffer_places(engine.module)
 
     def read() -> tuple[State, Index]:
         """Return state and index of the checkpoint after checking that `accept` and the engine allow them."""
         state, index = read_state(folder), read_index(folder)
         if accept is not None:
-            accept(folder, state)
+            accept(folder, state, index, training)
         check_model(index, training.shapes, folder, training.kinds)
-        _check_buffers(folder, buffers)
+        _check_buffers(folder, places)
         return state, index
 
     # Agree on the hashes before reading: the content of a damaged file is meaningless.
@@ -98,8 +100,8 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         open_file = functools.cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
         for part in training.slices():
             fill(part.tensors, (part.box, part.start, part.stop), index.parameters[part.name], open_file)
-        for name, buffer in buffers.items():
-            buffer.copy_(open_file(shard_name(0)).get_tensor(f"{BUFFER}{name}").view(buffer.shape))
+        if places:
+            _load_buffers(open_file(shard_name(0)), places, engine.device)
         if same_split:
             restore_rng_states(_read_rng_states(open_file(shard_name(dist.rank))), engine.device)
     training.loaded(state.optimizer_step)
@@ -108,19 +110,42 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
     return Loaded(folder, state, same_split)
 
 
-def _check_buffers(folder: Path, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Check that the checkpoint has all buffers of the model.
+def _check_buffers(folder: Path, places: Mapping[str, tuple[nn.Module, str]]) -> None:
+    """Check that checkpoint and model have the same buffers. One that is None in the model may have a value.
 
     Raises:
-        UserError: a buffer is missing.
+        UserError: a buffer is missing, or has another shape or dtype.
     """
-    if not buffers:
-        return
     with safe_open(folder / shard_name(0), framework="pt") as shard:
-        stored = set(shard.keys())
-    if missing := [name for name in buffers if f"{BUFFER}{name}" not in stored]:
-        raise UserError(f"the checkpoint is of another model: it has no buffer {missing[0]}", where=str(folder),
-                        instead="use the model of the run that saved it")
+        stored = {name.removeprefix(BUFFER): shard.get_tensor(name) for name in shard.keys()  # noqa: SIM118
+                  if name.startswith(BUFFER)}
+    for name in [*places, *stored]:
+        buffer = getattr(*places[name]) if name in places else None
+        in_model = _form(buffer) if name in places else "no such buffer"
+        in_file = _form(stored.get(name))
+        if in_model != in_file and not (name in places and buffer is None):
+            raise UserError(f"the checkpoint is of another model: the buffer {name} is {in_file} in the "
+                            f"checkpoint, {in_model} in the model", where=str(folder),
+                            instead="use the model of the run that saved it; register_buffer(name, None) for a "
+                                    "buffer that gets its value in training")
+
+
+def _form(buffer: torch.Tensor | None) -> str:
+    """Return the shape and the dtype of a buffer as text."""
+    return "None" if buffer is None else f"{list(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
+
+
+def _load_buffers(shard: Any, places: Mapping[str, tuple[nn.Module, str]], device: torch.device) -> None:
+    """Set buffers to those of rank 0's file."""
+    stored = set(shard.keys())
+    for name, (part, leaf) in places.items():
+        if f"{BUFFER}{name}" not in stored:
+            continue
+        value = shard.get_tensor(f"{BUFFER}{name}")
+        if (buffer := getattr(part, leaf)) is None:
+            setattr(part, leaf, value.to(device))
+        else:
+            buffer.copy_(value)
 
 
 def fill(tensors: Mapping[str, torch.Tensor], part: Part, stored: Parameter,

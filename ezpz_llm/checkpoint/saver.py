@@ -21,12 +21,19 @@ from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
 from ezpz_llm.checkpoint.state import Progress, State
-from ezpz_llm.checkpoint.writer import Shard, buffers_of, complete_folder, make_state, read_shard, write_shard
+from ezpz_llm.checkpoint.writer import (
+    Shard,
+    Trained,
+    buffers_of,
+    complete_folder,
+    make_state,
+    read_shard,
+    write_shard,
+)
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, gather, run_together
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import synchronize
-from ezpz_llm.engine.base import Engine
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.rundir import RunDir
 
@@ -82,7 +89,7 @@ class Saved:
     seconds: float
 
 
-def save(engine: Engine, dist: Dist, run_dir: RunDir, progress: Progress) -> Path:
+def save(engine: Trained, dist: Dist, run_dir: RunDir, progress: Progress) -> Path:
     """Write the checkpoint of `progress.step` synchronously. Collective.
 
     Args:
@@ -161,7 +168,7 @@ class Saver:
         """True if this rank is still writing."""
         return self._save is not None and not self._save.task.done()
 
-    def start(self, engine: Engine, progress: Progress, *, at_once: bool = False) -> str | None:
+    def start(self, engine: Trained, progress: Progress, *, at_once: bool = False) -> str | None:
         """Start saving the current state (see `save`); finish an earlier save first. Collective.
 
         Args:
@@ -252,7 +259,7 @@ class Saver:
 
         return run_together(self._dist, attempt, on_main=on_main)
 
-    def _background_blocker(self, engine: Engine, shard: Shard) -> str | None:
+    def _background_blocker(self, engine: Trained, shard: Shard) -> str | None:
         """Return the reason why the state cannot be copied to CPU memory, or None. Collective.
 
         The result is the same on every rank.

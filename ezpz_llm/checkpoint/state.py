@@ -30,7 +30,9 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
         callbacks: states of other callbacks, by name.
         models: a script's models by name, which is the prefix of their parameters; "" for a single model.
         user: values that a user's script saves, by name.
-        param_groups: hyperparameters of the groups of a script's optimizer.
+        param_groups: hyperparameters of the groups of a script's optimizers, by model.
+        optimizers: classes of a script's optimizers, by model.
+        numbers: single numbers in the optimizer's state of a script's parameters, such as Adam's step, by name.
     """
 
     step: Step
@@ -45,7 +47,9 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     guard: dict[str, Any] | None = None
     callbacks: dict[str, dict[str, Any]] = {}
     user: dict[str, Any] = {}
-    param_groups: list[dict[str, Any]] = []
+    param_groups: dict[str, list[dict[str, Any]]] = {}
+    optimizers: dict[str, str] = {}
+    numbers: dict[str, dict[str, float]] = {}
 
     @property
     def callback_states(self) -> dict[str, dict[str, Any]]:

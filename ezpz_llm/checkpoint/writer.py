@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -25,12 +25,27 @@ from ezpz_llm.checkpoint.index import BUFFER, WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, make_record, publish, shard_name, write_manifest
 from ezpz_llm.checkpoint.state import Progress, State
 from ezpz_llm.dist import Dist
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.dist.private_names import persistent_buffers
 from ezpz_llm.engine.optimizer_state import EngineState, owned_parts
+from ezpz_llm.layout.layout import Layout
 from ezpz_llm.rundir import write_json
 
 Written = tuple[FileRecord, list[tuple[str, Piece]]]
 """File that a rank wrote, and (parameter name, piece) for each tensor in it."""
+
+
+class Trained(Protocol):
+    """Model in training, as checkpoints read and write it: an engine, or several models of a script."""
+
+    device: torch.device
+    layout: Layout
+
+    @property
+    def module(self) -> nn.Module:
+        """Module with the model's buffers."""
+
+    def training_state(self) -> EngineState:
+        """Return the training state. Collective."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +65,14 @@ class Shard:
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's persistent buffers, such as running statistics, by each of their names."""
-    kept = module.state_dict().keys() if any(True for _ in module.buffers()) else ()
-    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
+    return {name: buffer for name, (part, leaf) in buffer_places(module).items()
+            if (buffer := getattr(part, leaf)) is not None}
+
+
+def buffer_places(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the module and the attribute of each persistent buffer, also of those that are None, by name."""
+    return {f"{name}.{leaf}".removeprefix("."): (part, leaf)
+            for name, part in module.named_modules(remove_duplicate=False) for leaf in persistent_buffers(part)}
 
 
 def read_shard(training: EngineState, rank: int, device: torch.device,
@@ -85,7 +106,7 @@ def write_shard(folder: Path, shard: Shard) -> Written:
     return write_tensors(folder / shard.name, shard.outline, shard.tensors), shard.pieces
 
 
-def make_state(progress: Progress, engine: Engine, dist: Dist, training: EngineState) -> State:
+def make_state(progress: Progress, engine: Trained, dist: Dist, training: EngineState) -> State:
     """Return the content of state.json."""
     return State(
         **msgspec.structs.asdict(progress), optimizer_step=training.optimizer_step,

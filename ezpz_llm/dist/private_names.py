@@ -38,11 +38,13 @@ def _missing(module: str, name: str) -> UserError:
                      instead=f"pip install '{tested_range(package)}', the tested range of versions")
 
 
+default_store = find("torch.distributed.distributed_c10d", "_get_default_store")
 WORLD = find("torch.distributed.distributed_c10d", "_world")
 FakeProcessGroup = find("torch._C._distributed_c10d", "FakeProcessGroup")
 FakeTensor = find("torch._subclasses.fake_tensor", "FakeTensor")
 TorchDispatchMode = find("torch.utils._python_dispatch", "TorchDispatchMode")
 tree_leaves = find("torch.utils._pytree", "tree_leaves")
+tree_map = find("torch.utils._pytree", "tree_map")
 cpu_has_avx512_bf16 = find("torch.cpu", "_is_avx512_bf16_supported")
 cpu_has_amx = find("torch.cpu", "_is_amx_tile_supported")
 fused_attention_choice = find("torch", "_fused_sdp_choice")
@@ -53,6 +55,11 @@ for _name in ("_device_types", "_get_backend", "_register_backend", "BackendType
     find("torch.distributed", f"ProcessGroup.{_name}")
 for _name in ("ScriptObject._type", "Tensor._base", "ops.aten.add.Tensor._schema"):
     find("torch", _name)
+
+
+def persistent_buffers(module: Any) -> list[str]:
+    """Return the names of a module's own buffers that belong to its state_dict, also of those that are None."""
+    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
 
 
 def compile_times() -> dict[str, float]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.dist.private_names import WORLD, FakeProcessGroup
 
@@ -26,9 +25,6 @@ def stubbed_collectives() -> Iterator[None]:
         for group in list(WORLD.pg_map):
             for device in group._device_types:
                 stack.enter_context(_stubbed(group, device))
-        # DistributedDataParallel takes the reduced bucket from the Work object, which the stub does not provide.
-        DistributedDataParallel.require_backward_grad_sync = property(lambda self: False, lambda self, value: None)
-        stack.callback(lambda: delattr(DistributedDataParallel, "require_backward_grad_sync"))
         yield
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,17 +113,48 @@ class MicroStepEngine(Engine):
     """Engine that computes one micro-batch at a time, forward and backward."""
 
     @abstractmethod
-    def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the module's output for one micro-batch; for ezpz_llm's models, its mean loss, 0-d in fp32.
+    def backward(self, loss: Tensor, is_last: bool, retain_graph: bool = False) -> None:
+        """Accumulate the gradient of a loss, divided by the number of micro-steps.
+
+        Forward passes are calls of `module`, in any order.
 
         Args:
-            last_micro_step: True for the last micro-batch of a step. Engines that reduce gradients once per step
-                reduce them in the next backward pass.
+            is_last: True for the last backward pass of a step, after which gradients are averages over ranks.
+                Engines that reduce gradients once per step reduce them in this pass.
+            retain_graph: keep the graph for another backward pass.
         """
 
     @abstractmethod
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a loss from `forward`, divided by the number of micro-steps."""
+    def show_gradients(self) -> None:
+        """Make the averaged gradients available, after the last backward pass of a step."""
+
+    @property
+    def hides_gradients(self) -> bool:
+        """True if the averaged gradients are not in `grad` of the parameters."""
+        return False
+
+    @property
+    def divides_gradients(self) -> bool:
+        """True if each data-parallel rank has a part of the averaged gradients."""
+        return False
+
+    @abstractmethod
+    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the averaged gradients of the step, or this rank's elements of them, for all trained parameters.
+
+        Changes in place take effect in the step.
+        """
+
+    @abstractmethod
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Make the step ignore parameters, as torch's optimizers ignore parameters without a gradient.
+
+        Call it between the last backward pass and the step, with the same parameters on every rank.
+        """
+
+    @abstractmethod
+    def discard_gradients(self) -> None:
+        """Discard the gradients since the last step."""
 
     @abstractmethod
     def step(self, lr: float | None) -> Tensor:
@@ -144,9 +174,9 @@ class MicroStepEngine(Engine):
         loss = torch.zeros((), device=self.device)
         for index, inputs in enumerate(micro_batches):
             with span("forward"):
-                micro_loss = self.forward(*inputs, last_micro_step=index == accumulation - 1)
+                micro_loss = self.module(*inputs)
             with span("backward"):
-                self.backward(micro_loss)
+                self.backward(micro_loss, is_last=index == accumulation - 1)
             loss += micro_loss.detach() / accumulation
         with span("optimizer"):
             self.step_skip.call_at_step()

@@ -8,10 +8,7 @@ bf16, its config has a bf16 block with the dtypes for gradient accumulation and 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,24 +20,16 @@ from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit, using_mesh_groups
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
+from ezpz_llm.engine.deepspeed_state import ZeroState, deepspeed_state
 from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.optimizer_state import (
-    Access,
-    EngineState,
-    Frozen,
-    MakeOptimizer,
-    Slice,
-    TorchState,
-    raw,
-    set_lr,
-    slice_placement,
-)
-from ezpz_llm.engine.precision import LossScale, parameter_dtype
+from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, set_lr
+from ezpz_llm.engine.precision import parameter_dtype
 from ezpz_llm.engine.sharded_start import partition
+from ezpz_llm.engine.sliced_optimizer import SlicedOptimizer
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.ops import needed_ops
 from ezpz_llm.layout.resolve import Resolved
-from ezpz_llm.model.parameters import Placement, placement_of, size
+from ezpz_llm.model.parameters import placement_of, size
 
 
 class DeepSpeedEngine(MicroStepEngine):
@@ -74,22 +63,79 @@ class DeepSpeedEngine(MicroStepEngine):
             # DeepSpeed's search of every gradient for NaN and Inf is not needed either: it took about 30 % of a
             # step of GPT-2 124M on an H200.
             zero.check_grad_overflow = False
+        self._sliced: SlicedOptimizer | None = None
+        if isinstance(optimizer, SlicedOptimizer):
+            self._sliced = optimizer
+            state = deepspeed_state(self._engine, *self._replica, self._scale)
+            assert isinstance(state, ZeroState)
+            optimizer.bind(state.partitions())
+            optimizer = optimizer.inner
         self.step_skip.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
 
-    def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the loss of a micro-batch; DeepSpeed reduces gradients in the backward pass of the last one."""
-        self._engine.set_gradient_accumulation_boundary(last_micro_step)
-        return self._engine(*inputs, **named)
-
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_last: bool, retain_graph: bool = False) -> None:
         """Accumulate the micro-batch's gradients, multiplied by the loss scale."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed divides by the accumulation steps itself. Its ZeRO optimizers apply the loss scale, but stage 0
         # does not.
         if self.layout.zero.stage == 0:
             loss = loss * self._loss_factor
         elif self._scale is not None:
             self._engine.optimizer.override_loss_scale(self._scale.scale)
-        self._engine.backward(loss)
+        self._engine.backward(self._passed_through(loss), retain_graph=retain_graph)
+
+    def _passed_through(self, loss: Tensor) -> Tensor:
+        """Return the loss as the output of DeepSpeed's engine.
+
+        DeepSpeed prepares a backward pass in hooks of the output of exactly one forward pass. The model may have
+        been called several times, directly, or not at all since then, so the engine's forward pass is an identity.
+        """
+        model, self._engine.module = self._engine.module, nn.Identity()
+        try:
+            return self._engine(loss)
+        finally:
+            self._engine.module = model
+
+    def show_gradients(self) -> None:
+        """Do nothing: DeepSpeed has averaged the gradients in the last backward pass."""
+
+    @property
+    def hides_gradients(self) -> bool:
+        """True for stages with partitioned gradients."""
+        return self.divides_gradients
+
+    @property
+    def divides_gradients(self) -> bool:
+        """True for stages with partitioned gradients."""
+        return bool(self.layout.zero.stage)
+
+    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield this rank's elements of the gradients, without a dimension if partitioned."""
+        if self.layout.zero.stage == 0:
+            return ((parameter, parameter.grad) for parameter in self.module.parameters()
+                    if parameter.grad is not None)
+        state = self.training_state()
+        assert isinstance(state, ZeroState)
+        return state.gradients()
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Make the step ignore parameters."""
+        if self._sliced is not None:
+            self._sliced.forget(parameters)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def discard_gradients(self) -> None:
+        """Discard the gradients since the last step."""
+        zero, stage = self._engine.optimizer, self.layout.zero.stage
+        if stage == 0:
+            self._engine.zero_grad()
+            return
+        zero.zero_grad()
+        if stage in (1, 2):
+            zero.all_grad_tensors.clear()
+            zero.averaged_gradients.clear()
+        else:
+            _zero_gradients(zero)
 
     def step(self, lr: float | None) -> Tensor:
         """Clip gradients and perform an optimizer step; return the global gradient norm (0-d) before clipping."""
@@ -111,6 +157,8 @@ class DeepSpeedEngine(MicroStepEngine):
     def _step_partitioned(self) -> Tensor:
         """Step in stages 1 to 3, which skip a step with a non-finite norm and report it as infinite."""
         self._engine.step()
+        if self._sliced is not None:
+            self._sliced.finish_step()
         if self.layout.zero.stage == 3 and self.may_have_unused:
             _zero_gradients(self._engine.optimizer)
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
@@ -179,162 +227,3 @@ def mark_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         at = placement_of(name, parameter)
         parameter.tensor_model_parallel = sum(map(size, at.boxes)) < math.prod(at.shape)
-
-
-def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | None) -> EngineState:
-    """Return the training state of a `deepspeed.DeepSpeedEngine`.
-
-    Saving does not gather parameters. After loading, the model's parameters are gathered once, as after a step.
-
-    Args:
-        rank, world_size: this rank's index among the data-parallel ranks, and their number.
-        scale: the loss scale of fp16, if any.
-    """
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return TorchState(engine.module, engine.optimizer, rank, world_size, scale)
-    if stage == 3:
-        return _PartitionedParameters(engine, rank, scale)
-    return _PartitionedOptimizer(engine, rank, world_size, scale)
-
-
-class _ZeroState(EngineState):
-    """Common part of stages 1 to 3: flat fp32 buffers, stepped by the optimizer inside the ZeRO optimizer."""
-
-    def __init__(self, engine: Any, scale: LossScale | None) -> None:
-        self.zero = engine.optimizer
-        self.placed = {parameter: placement_of(name, parameter)
-                       for name, parameter in engine.module.named_parameters()}
-        self.shapes = {at.name: at.shape for at in self.placed.values()}
-        trained = set(chain.from_iterable(self._trained))
-        super().__init__(self.zero.optimizer, scale, [
-            self._place_frozen(parameter, at) for parameter, at in self.placed.items() if parameter not in trained])
-
-    @property
-    @abstractmethod
-    def _trained(self) -> list[list[torch.nn.Parameter]]:
-        """Parameters in each flat buffer."""
-
-    @abstractmethod
-    def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
-        """Return this rank's part of a frozen parameter."""
-
-    def _slice_flat(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
-                    numel: int) -> Iterator[Slice]:
-        tensors = {kind: tensor[offset:offset + numel] for kind, tensor in flat.items()}
-        return slice_placement(self.placed[parameter], start, start + numel, tensors)
-
-
-class _PartitionedOptimizer(_ZeroState):
-    """State of stages 1 and 2: one flat buffer per parameter group, partitioned evenly over the ranks."""
-
-    def __init__(self, engine: Any, rank: int, world_size: int, scale: LossScale | None) -> None:
-        self._replica = rank, world_size
-        super().__init__(engine, scale)
-
-    def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
-        return Frozen(at, parameter, 0, *self._replica)
-
-    @property
-    def _groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
-        """Parameters of each group, and this rank's partition of their fp32 weights."""
-        if hasattr(self.zero, "bf16_groups"):  # the optimizer of pipelines in bf16
-            return self.zero.bf16_groups, self.zero.fp32_groups_flat_partition
-        return self.zero.bit16_groups, self.zero.single_partition_of_fp32_groups
-
-    @property
-    def _trained(self) -> list[list[torch.nn.Parameter]]:
-        return self._groups[0]
-
-    def _slices(self, tensors_of: Access) -> Iterator[Slice]:
-        for group, parameters, flat in zip(self.optimizer.param_groups, *self._groups, strict=True):
-            with tensors_of(self.optimizer, group, flat) as tensors:
-                for parameter in parameters:
-                    mapping = parameter._hp_mapping  # None if no element of the parameter is in this partition
-                    if mapping is not None:
-                        yield from self._slice_flat(parameter, mapping.lp_fragment_address.start, tensors,
-                                                    mapping.hp_fragment_address.start,
-                                                    mapping.hp_fragment_address.numel)
-
-    def stepped(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
-        """Yield each group's partition."""
-        for parameters, flat in zip(*self._groups, strict=True):
-            yield flat, [self.placed[parameter].name for parameter in parameters]
-
-    def loaded(self, optimizer_step: int) -> None:
-        """Copy the loaded fp32 weights to the model's parameters."""
-        super().loaded(optimizer_step)
-        self.zero.update_lp_params()
-
-
-class _PartitionedParameters(_ZeroState):
-    """State of stage 3: each parameter is partitioned evenly over the ranks (with padding), in sub-groups.
-
-    A sub-group whose state is in files is loaded to memory while it is in use.
-    """
-
-    def __init__(self, engine: Any, rank: int, scale: LossScale | None) -> None:
-        self._rank = rank
-        super().__init__(engine, scale)
-
-    def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
-        start, numel = self._part_of(parameter)
-        return Frozen(at, parameter.ds_tensor[:numel], start, 0, 1)
-
-    @property
-    def _trained(self) -> list[list[torch.nn.Parameter]]:
-        return self.zero.fp16_groups
-
-    def _part_of(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
-        """Return the start and the number of this rank's elements of a parameter, without padding."""
-        size = parameter.partition_numel()
-        start = min(size * self._rank, parameter.ds_numel)
-        return start, min(size, parameter.ds_numel - start)
-
-    def _slices(self, tensors_of: Access) -> Iterator[Slice]:
-        for number in range(len(self.zero.fp16_groups)):
-            if tensors_of is raw and self.zero._swappable_optimizer_subgroup(number):
-                yield from self._sub_group(number, {})
-                continue
-            group = self.optimizer.param_groups[self.zero.sub_group_to_group_id[number]]
-            flat = self.zero.fp32_partitioned_groups_flat[number]
-            with self._in_memory(number), tensors_of(self.optimizer, group, flat) as tensors:
-                yield from self._sub_group(number, tensors)
-
-    def _sub_group(self, number: int, tensors: dict[str, torch.Tensor]) -> Iterator[Slice]:
-        offset = 0
-        for parameter in self.zero.fp16_groups[number]:
-            start, numel = self._part_of(parameter)
-            if numel:
-                yield from self._slice_flat(parameter, start, tensors, offset, numel)
-            offset += parameter.partition_numel()
-
-    def stepped(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
-        """Yield each sub-group's partition."""
-        for parameters, flat in zip(self.zero.fp16_groups, self.zero.fp32_partitioned_groups_flat, strict=True):
-            yield flat, [self.placed[parameter].name for parameter in parameters]
-
-    @contextmanager
-    def _in_memory(self, number: int) -> Iterator[None]:
-        if not self.zero._swappable_optimizer_subgroup(number):
-            yield
-            return
-        self.zero._optimizer_states_and_gradient_swap_in(number)
-        try:
-            yield
-        finally:
-            self.zero._optimizer_states_and_gradient_swap_out(number)
-
-    def loaded(self, optimizer_step: int) -> None:
-        """Copy the loaded fp32 weights to the partitions, and discard copies of the old weights."""
-        super().loaded(optimizer_step)
-        # As at the end of stage 3's step: release gathered parameters, write the partitions, and gather the small
-        # parameters that are kept between steps.
-        self.zero.checkpoint_event_prologue()
-        for parameter in self.placed:
-            # hpZ's copy of the old weights; DeepSpeed's invalidate_secondary_tensor omits frozen parameters.
-            parameter.ds_secondary_tensor = None
-        for number in range(len(self.zero.fp16_groups)):
-            with self._in_memory(number):
-                self.zero._reassign_or_swap_out_partitioned_parameters(number)
-        self.zero.checkpoint_event_epilogue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.private_names import tree_leaves
+from ezpz_llm.engine.gradient_reducer import GradientReducer
 from ezpz_llm.engine.gradients import sharded_norm_and_clip
 from ezpz_llm.engine.masters import MasterWeights
 from ezpz_llm.engine.optimizer_state import Access, EngineState, Frozen, MakeOptimizer, Slice, stepped_by
@@ -81,17 +82,39 @@ class Fsdp2Engine(TorchEngine):
     def _make_masters(self, model: nn.Module, resolved: Resolved) -> MasterWeights | None:
         return None  # the rows are fp32
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        return model
+    def _make_reducer(self, model: nn.Module, resolved: Resolved) -> GradientReducer | None:
+        return None
 
     def own_parameters(self) -> Iterable[Tensor]:
         """Return this rank's rows; `module.parameters()` are gathered after a forward pass without a backward."""
         return self._rows.values()
 
-    def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the loss of a micro-batch; gradients are reduced in the last backward pass, or in each one."""
-        self.module.set_requires_gradient_sync(last_micro_step or self._reduces_each)
-        return self.module(*inputs, **named)
+    def backward(self, loss: Tensor, is_last: bool, retain_graph: bool = False) -> None:
+        """Accumulate the micro-batch's gradients; reduce them in the last backward pass, or in each one."""
+        self.module.set_requires_gradient_sync(is_last or self._reduces_each or self.may_have_unused)
+        super().backward(loss, is_last, retain_graph)
+
+    def show_gradients(self) -> None:
+        """Do nothing: fully_shard sets `grad` of the sharded parameters."""
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Remove the gradients of sharded parameters."""
+        for parameter in parameters:
+            parameter.grad = None
+
+    def discard_gradients(self) -> None:
+        """Remove all gradients."""
+        self.forget(self._sharded.values())
+        for rows in self._rows.values():
+            rows.grad = None
+
+    def step(self, lr: float | None) -> Tensor:
+        """Clip gradients and step the optimizer; return the global norm (0-d), Inf for a skipped fp16 step."""
+        norm = super().step(lr)
+        for rows in self._rows.values():
+            rows.grad = None
+        reshard(self.module)
+        return norm
 
     def _norm_and_clip(self, scale: float) -> Tensor:
         for name, parameter in self._sharded.items():
@@ -99,7 +122,7 @@ class Fsdp2Engine(TorchEngine):
             self._rows[name].grad = None if parameter.grad is None else parameter.grad.to_local()
             parameter.grad = None
         grads = [rows.grad for rows in self._rows.values() if rows.grad is not None]
-        return sharded_norm_and_clip(grads, self._shard_group, self._optimizer, self._clip, scale)
+        return sharded_norm_and_clip(grads, self.device, self._shard_group, self._optimizer, self._clip, scale)
 
     def training_state(self) -> EngineState:
         """Return slices of parameters and optimizer state, sharded by rows."""
@@ -200,10 +223,13 @@ class _FsdpState(EngineState):
         """Yield the rows of each parameter."""
         return ((rows, [name]) for name, rows in self.rows.items())
 
-    def loaded(self, optimizer_step: int) -> None:
-        """Reshard the parameters, so that the next forward pass gathers the loaded weights."""
-        super().loaded(optimizer_step)
-        # A forward pass without a backward pass leaves parameters gathered, with the old weights.
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+    def refresh(self) -> None:
+        """Reshard the parameters, so that the next forward pass gathers the new weights."""
+        reshard(self.module)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the gathered parameters, which a forward pass without a backward pass leaves."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -36,7 +36,7 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
              for name, parameter in module.named_parameters()]
     grads = [grad for _, grad in named if grad is not None]
     owned = [grad for at, grad in named if grad is not None and at.primary]
-    norm = torch.linalg.vector_norm(torch.stack(tensor_norms(owned)))
+    norm = _total_norm(owned, next(module.parameters()).device)
     if mesh.size("pp", "tp") > 1:
         square = norm.square()
         torch.distributed.all_reduce(square, group=mesh.group("pp", "tp"))
@@ -46,15 +46,20 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
     return norm
 
 
-def sharded_norm_and_clip(grads: list[Tensor], group: ProcessGroup, optimizer: torch.optim.Optimizer, clip: float,
-                          loss_scale: float = 1.0) -> Tensor:
+def sharded_norm_and_clip(grads: list[Tensor], device: torch.device, group: ProcessGroup,
+                          optimizer: torch.optim.Optimizer, clip: float, loss_scale: float = 1.0) -> Tensor:
     """Clip gradients that are sharded over `group`, as `norm_and_clip` does. Collective over the group."""
-    square = torch.stack(tensor_norms(grads)).square().sum()
+    square = _total_norm(grads, device).square()
     if group.size() > 1:
         torch.distributed.all_reduce(square, group=group)
     norm = square.sqrt() / loss_scale
     _scale_gradients(optimizer, grads, norm, clip, loss_scale)
     return norm
+
+
+def _total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Return the norm of all gradients on this rank, 0-d; 0 if there are none."""
+    return torch.linalg.vector_norm(torch.stack(tensor_norms(grads))) if grads else torch.zeros((), device=device)
 
 
 _ROW = 4096

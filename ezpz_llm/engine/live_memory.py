@@ -90,8 +90,10 @@ def _gradients(engine: Engine) -> list[Any]:
     zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
     # Stages 1 and 2 keep gradients by group, in bf16 in DeepSpeed's own lists; stage 3 has one flat buffer.
     groups = [list(group or ()) for group in (getattr(zero, "averaged_gradients", None) or {}).values()]
+    reducer = getattr(engine, "_reducer", None)
     stepped = [tensor for group in engine.training_state().optimizer.param_groups for tensor in group["params"]]
     return [*(tensor.grad for tensor in (*engine.module.parameters(), *stepped)),
+            *([] if reducer is None else reducer.sums),
             *tree_leaves((groups, getattr(zero, "grad_partitions_flat_buffer", None)))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,7 +15,7 @@ from torch import nn
 
 from ezpz_llm.engine.masters import MasterWeights
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.layout.optimizers import OPTIMIZERS, Optimizer
+from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.parameters import Box, Placement, placement_of
 
 
@@ -104,8 +104,8 @@ class EngineState(ABC):
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
         """Kinds of tensors in the slices of each parameter: its weight and, unless frozen, optimizer state."""
-        spec, frozen = _spec_of(self.optimizer), set(self.frozen)
-        return {name: ("weight",) if name in frozen else ("weight", *spec.state_of(name, shape))
+        access, frozen = _access_of(self.optimizer), set(self.frozen)
+        return {name: ("weight",) if name in frozen else ("weight", *access.state_of(name, shape))
                 for name, shape in self.shapes.items()}
 
     @property
@@ -153,8 +153,15 @@ class EngineState(ABC):
         return get_step(self.optimizer)
 
     def loaded(self, optimizer_step: int) -> None:
-        """Update the rest of the engine after slices were written. Collective."""
+        """Update the rest of the engine after slices were loaded. Collective."""
         _set_step(self.optimizer, optimizer_step)
+        self.refresh()
+
+    def refresh(self) -> None:  # noqa: B027 (nothing to do where parameters and weights share storage)
+        """Update the parameters of the model after weights in slices were written. Collective."""
+
+    def adopt_parameters(self) -> None:  # noqa: B027
+        """Copy what a script has written to parameters to the weights that the optimizer steps."""
 
 
 def owned_parts(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
@@ -203,13 +210,29 @@ def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name:
         UserError: the optimizer does not support the device of the parameters.
     """
     optimizer = OPTIMIZERS[name].build(groups, settings, fused)
-    optimizer.ezpz_name = name
+    optimizer.ezpz_state = OPTIMIZERS[name]
     return optimizer
 
 
-def _spec_of(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Return the description of an optimizer; AdamW's for an unknown optimizer, such as DeepSpeed's CPU Adam."""
-    return OPTIMIZERS[getattr(optimizer, "ezpz_name", "adamw")]
+class StateAccess(Protocol):
+    """Access to an optimizer's state; see the methods of `ezpz_llm.layout.optimizers.Optimizer`."""
+
+    def state_of(self, name: str, shape: tuple[int, ...]) -> Mapping[str, int]:
+        """Return the kinds of state of a parameter, and their bytes per element."""
+
+    def init_state(self, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        """Create the state of a parameter that has none."""
+
+    def stored(self, optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the state of a parameter by kind, as stored."""
+
+    def in_fp32(self, optimizer: Any, parameter: torch.Tensor) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Return a context with the state in fp32."""
+
+
+def _access_of(optimizer: torch.optim.Optimizer) -> StateAccess:
+    """Return the access to the state of an optimizer; AdamW's for others, such as DeepSpeed's CPU Adam."""
+    return getattr(optimizer, "ezpz_state", OPTIMIZERS["adamw"])
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float | None) -> None:
@@ -225,24 +248,24 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
     return {tensor for group in optimizer.param_groups for tensor in group["params"]}
 
 
-def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> Optimizer:
-    """Create the state of `parameter` (zero) if missing, and return the optimizer's description.
+def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> StateAccess:
+    """Create the state of `parameter` (zero) if missing, and return the access to it.
 
     Args:
         group: the parameter group of `parameter`.
         parameter: the tensor that the optimizer steps (a flat partition under ZeRO).
     """
-    spec = _spec_of(optimizer)
+    access = _access_of(optimizer)
     if not optimizer.state[parameter]:
-        spec.init_state(optimizer, group, parameter)
-    return spec
+        access.init_state(optimizer, group, parameter)
+    return access
 
 
 def raw(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         parameter: torch.Tensor) -> AbstractContextManager[dict[str, torch.Tensor]]:
     """Provide the stored tensors of `parameter` by kind, in their stored shape and dtype."""
-    spec = _ensure_state(optimizer, group, parameter)
-    return nullcontext({"weight": parameter.detach(), **spec.stored(optimizer, parameter)})
+    access = _ensure_state(optimizer, group, parameter)
+    return nullcontext({"weight": parameter.detach(), **access.stored(optimizer, parameter)})
 
 
 @contextmanager
@@ -287,6 +310,18 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     return (state for state in optimizer.state.values() if "step" in state)
 
 
+@torch.no_grad()
+def adopt(parameter: torch.Tensor, weight: torch.Tensor) -> None:
+    """Copy elements of a parameter that are not the rounded elements of its fp32 weight to the weight.
+
+    A script may have written them through `.data`, which torch does not count in `_version`.
+    """
+    if parameter.dtype == weight.dtype:
+        weight.copy_(parameter)
+        return
+    torch.where(parameter == weight.to(parameter.dtype), weight, parameter.to(weight.dtype), out=weight)
+
+
 class TorchState(EngineState):
     """State of parameters that are replicated on all data-parallel ranks.
 
@@ -324,8 +359,12 @@ class TorchState(EngineState):
         """Yield each parameter, or its master weight."""
         return ((parameter, [at.name]) for parameter, at in self.placed)
 
-    def loaded(self, optimizer_step: int) -> None:
-        """Copy the loaded master weights, rounded, to the module's parameters."""
-        super().loaded(optimizer_step)
+    def refresh(self) -> None:
+        """Copy the master weights, rounded, to the module's parameters."""
         if self.masters is not None:
             self.masters.round()
+
+    def adopt_parameters(self) -> None:
+        """Copy changed parameters to their master weights."""
+        for parameter, master in ({} if self.masters is None else self.masters).items():
+            adopt(parameter, master)

@@ -23,9 +23,10 @@ from torch.distributed import ProcessGroup
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine, Span
-from ezpz_llm.engine.deepspeed_engine import deepspeed_state, mark_sharded
+from ezpz_llm.engine.deepspeed_engine import mark_sharded
 from ezpz_llm.engine.deepspeed_groups import using_mesh_groups
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.engine.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, set_lr
 from ezpz_llm.engine.precision import gradient_dtype, parameter_dtype
 from ezpz_llm.layout.resolve import Resolved

@@ -1,16 +1,16 @@
-"""Engine for layout ddp: torch's DistributedDataParallel, or the bare model on a single rank."""
+"""Engine for layout ddp: every rank has the whole model, and gradients are averaged over ranks once per step."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import MicroStepEngine
+from ezpz_llm.engine.gradient_reducer import GradientReducer
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.masters import MasterWeights
 from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, TorchState, set_lr
@@ -20,9 +20,9 @@ from ezpz_llm.layout.resolve import Resolved
 
 
 class TorchEngine(MicroStepEngine):
-    """Engine with replicated parameters, gradients and moments; gradients are averaged once per step.
+    """Engine with replicated parameters, gradients and moments.
 
-    If parameters have 16 bits, the master weights hold and average the gradients; otherwise DDP does.
+    A single rank in fp32 uses the gradients of torch. Otherwise, a reducer accumulates and averages them.
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
@@ -31,61 +31,82 @@ class TorchEngine(MicroStepEngine):
         self.masters = self._make_masters(model, resolved)
         self._optimizer = make(groups if self.masters is None else self.masters.groups(groups))
         self.step_skip.guard(self._optimizer)
-        self._wrapped = self._wrap(model)
+        self._reducer = self._make_reducer(model, resolved)
+        self._has_gradients = False
 
     def _make_masters(self, model: nn.Module, resolved: Resolved) -> MasterWeights | None:
         if not RECIPES[resolved.precision].has_masters:
             return None
-        return MasterWeights(model, parameter_dtype(resolved.precision), self._mesh.group("dp", "sp"),
-                             self._mesh.size("dp", "sp"), gradient_dtype(resolved.gradients.reduced))
+        return MasterWeights(model, parameter_dtype(resolved.precision))
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        if self._mesh.size("dp", "sp") == 1 or self.masters is not None:
-            return model
-        # All ranks already have the same values, and DDP cannot broadcast buffers of some dtypes, such as int16.
-        wrapped = DistributedDataParallel(
-            model, device_ids=None if self.device.index is None else [self.device.index],
-            process_group=self._mesh.group("dp", "sp"), gradient_as_bucket_view=True, init_sync=False)
-        # No other layout broadcasts rank 0's buffers before each pass. The argument is deprecated since torch 2.13;
-        # the attribute exists in every version.
-        wrapped.broadcast_buffers = False
-        return wrapped
+    def _make_reducer(self, model: nn.Module, resolved: Resolved) -> GradientReducer | None:
+        peers = self._mesh.size("dp", "sp")
+        if peers == 1 and self.masters is None:
+            return None
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return GradientReducer(trained, self._mesh.group("dp", "sp"), peers,
+                               gradient_dtype(resolved.gradients.reduced))
 
-    def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
-        """Return the loss of a micro-batch; gradients are reduced only in the backward pass of the last one."""
-        # DDP reads the flag in the forward pass, so set it first.
-        if isinstance(self._wrapped, DistributedDataParallel):
-            self._wrapped.require_backward_grad_sync = last_micro_step
-        elif self.masters is not None:
-            self.masters.reduces = last_micro_step
-        try:
-            return self._wrapped(*inputs, **named)
-        except RuntimeError as error:
-            if "finished reduction in the prior iteration" not in str(error):
-                raise
-            raise UserError("the loss of the last micro-batch does not depend on every parameter",
-                            where="layout ddp", instead="a loss that does, or zero1, which uses zero as a missing "
-                                                        "gradient") from error
+    def _stepped(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each trained parameter, and the tensor that the optimizer steps for it."""
+        masters: Mapping[nn.Parameter, Tensor] = self.masters or {}
+        return ((parameter, masters.get(parameter, parameter)) for parameter in self.module.parameters())
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_last: bool, retain_graph: bool = False) -> None:
         """Accumulate the micro-batch's gradients, divided by the accumulation steps, times the loss scale."""
-        (loss / self.batch.accumulation * self._loss_factor).backward()
-        if self.masters is not None:
-            self.masters.finish_backward()
+        if self._reducer is not None:
+            self._reducer.start_backward(is_last)
+        (loss / self.batch.accumulation * self._loss_factor).backward(retain_graph=retain_graph)
+        if self._reducer is not None:
+            self._reducer.finish_backward()
+            if is_last:
+                self._reducer.finish_reduction()
+        self._has_gradients = False
+
+    def show_gradients(self) -> None:
+        """Set the attribute `grad` of the tensors that the optimizer steps."""
+        if self._has_gradients or self._reducer is None:
+            return
+        self._has_gradients = True
+        for parameter, stepped in self._stepped():
+            if parameter in self._reducer:
+                stepped.grad = self._reducer.gradient(parameter)
+
+    @property
+    def hides_gradients(self) -> bool:
+        """True if the master weights have the gradients."""
+        return self.masters is not None
+
+    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the whole gradients."""
+        return ((parameter, stepped.grad) for parameter, stepped in self._stepped() if stepped.grad is not None)
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Remove the gradients of parameters."""
+        forgotten = set(parameters)
+        for parameter, stepped in self._stepped():
+            if parameter in forgotten:
+                stepped.grad = None
+
+    def discard_gradients(self) -> None:
+        """Remove all gradients."""
+        if self._reducer is not None:
+            self._reducer.discard()
+        for parameter, stepped in self._stepped():
+            parameter.grad = stepped.grad = None
 
     def step(self, lr: float | None) -> Tensor:
         """Clip gradients and step the optimizer; return the global norm (0-d), Inf for a skipped fp16 step."""
         set_lr(self._optimizer, lr)
-        if self.masters is not None:
-            self.masters.finish_reduction()
+        self.show_gradients()
         norm = self.step_skip.norm = self._norm_and_clip(self._loss_factor)
         if self._update_scale(norm):
             self._optimizer.step()
         else:
             norm = torch.full_like(norm, float("inf"))
-        if self.masters is None:
-            self._optimizer.zero_grad()
-        else:
+        for _, stepped in self._stepped():
+            stepped.grad = None
+        if self.masters is not None:
             self.masters.round()
         return norm
 

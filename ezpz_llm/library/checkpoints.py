@@ -2,87 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from ezpz_llm.base import UserError
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
-from ezpz_llm.checkpoint.reader import load_newest
-from ezpz_llm.checkpoint.saver import save
-from ezpz_llm.checkpoint.state import Progress
 from ezpz_llm.dist.agreement import broadcast, run_together
-from ezpz_llm.library.hf_settings import check_hf_settings, hf_settings
-from ezpz_llm.library.model_description import describe_model
 from ezpz_llm.library.run import current
-from ezpz_llm.library.wrapping import Wrapped
+from ezpz_llm.library.script_models import ScriptModels, access_of
+from ezpz_llm.library.stored_values import from_json, to_json
+from ezpz_llm.library.wrapped import Wrapped
+
+Models = Wrapped | Mapping[str, Wrapped]
+"""A model, or several by name."""
+_MAX_STEP = 10**12
+_SAVED: dict[int, weakref.WeakSet[Wrapped]] = {}
+"""Models of this process in the last checkpoint of each step."""
 
 
-def save_checkpoint(model: Wrapped, step: int, **state: Any) -> Path:
+def save_checkpoint(model: Models, step: int, **state: Any) -> Path:
     """Write a checkpoint to the run directory atomically, in the trainer's format. Collective.
 
     The checkpoint contains fp32 weights, optimizer state, rank 0's buffers, the random state of each rank, and
     `state`. Any layout can load it, on any number of ranks.
 
     Args:
+        model: a wrapped model, or several models by name, such as {"generator": g, "critic": c}.
         step: last finished step.
-        state: JSON values that the script needs to resume, such as the epoch; rank 0's values are saved.
+        state: values that the script needs to resume, such as the epoch or a scheduler's state_dict: numbers, text,
+            lists, tuples, dictionaries, NumPy arrays, tensors. Rank 0's values are saved.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        UserError: there is no run, the optimizer is not supported, or writing failed. Raised on all ranks.
+        UserError: there is no run, the state of an optimizer or a value of `state` cannot be stored, a step is
+            incomplete, another model was saved at this step, or writing failed. Raised on all ranks. Nothing is
+            written then.
     """
     run = current("save_checkpoint")
-    _require_known_state(model.optimizer)
+    models = _by_name(model)
+
+    def check() -> dict[str, Any]:
+        """Check everything that can be checked before writing, and return the state as JSON."""
+        _check_step(step)
+        _check_between_steps(models, "ezpz_llm.save_checkpoint")
+        for saved in models.values():
+            if (access := access_of(saved.optimizer)) is not None:
+                access.check_supported()
+        own = {id(saved) for saved in models.values()}
+        if any(id(saved) not in own for saved in _SAVED.get(int(step), ())):
+            raise UserError(f"another model was saved at step {int(step)}", where="ezpz_llm.save_checkpoint",
+                            instead='one call for all models: save_checkpoint({"generator": g, "critic": c}, step)')
+        return to_json(state, "state")
+
+    stored = run_together(run.dist, check)
+    run.flush()  # a run that is resumed from this checkpoint begins with its step
     with run.phase("checkpoints"):
-        return save(model.engine, run.dist, run.dist.run_dir,
-                    Progress(step=step, hf_config=hf_settings(model.module), user=state,
-                             models={"": describe_model(model.module)},
-                             param_groups=[_hyperparameters(group) for group in model.optimizer.param_groups]))
+        folder = ScriptModels(models, run.dist).save(run.dist.run_dir, int(step), stored)
+    _SAVED[int(step)] = weakref.WeakSet(models.values())
+    return folder
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of an optimizer's parameter group, and its tuples of numbers such as betas.
+def _by_name(model: Models) -> Mapping[str, Wrapped]:
+    """Return the models by name; "" for a single one.
 
-    Flags such as `fused` depend on the device, so the script sets them.
+    Raises:
+        UserError: a value is not a wrapped model, or a name is not one.
     """
-    plain = {name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-             for name, value in group.items() if name != "params"}
-    return {name: value for name, value in plain.items()
-            if all(map(_is_number, value if isinstance(value, tuple) else (value,)))}
+    models = {"": model} if isinstance(model, Wrapped) else model
+    where = "ezpz_llm.save_checkpoint and load_checkpoint"
+    if not isinstance(models, Mapping) or not models:
+        raise UserError(f"a model of type {type(model).__name__}", where=where,
+                        instead="the result of ezpz_llm.wrap, or a dictionary of them")
+    for name, value in models.items():
+        if not isinstance(value, Wrapped):
+            raise UserError(f"a model of type {type(value).__name__}", where=where,
+                            instead="the result of ezpz_llm.wrap")
+        if value is not model and (not isinstance(name, str) or not name.isidentifier()):
+            raise UserError(f"the model name {name!r}", where=where,
+                            instead="letters, digits and _, such as critic")
+    return models
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _check_step(step: Any) -> None:
+    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= int(step) <= _MAX_STEP:
+        raise UserError(f"the step is {step!r}", where="ezpz_llm.save_checkpoint",
+                        instead=f"the number of the last finished step, from 0 to {_MAX_STEP}")
 
 
-def _restore_hyperparameters(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set saved hyperparameters, as `load_state_dict` of torch's optimizers does: schedulers continue from lr."""
-    if len(groups) != len(optimizer.param_groups):
-        return
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for name, value in saved.items():
-            if isinstance(group.get(name), Tensor):
-                group[name].fill_(value)
-            else:
-                group[name] = tuple(value) if isinstance(value, list) else value
+def _check_between_steps(models: Mapping[str, Wrapped], where: str) -> None:
+    if any(model.is_accumulating for model in models.values()):
+        raise UserError("some micro-batches of a step have been computed, but checkpoints do not contain gradients",
+                        where=where, instead="save_checkpoint right after a model.step() that has updated weights")
 
 
-def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str, Any] | None:
+def load_checkpoint(model: Models, where: str | Path | None = None) -> dict[str, Any] | None:
     """Load the newest intact checkpoint of a run directory, or a given checkpoint. Collective.
 
-    Restores the learning rate and other numbers of the optimizer's parameter groups, if the number of groups is the
-    same. A scheduler needs its own `load_state_dict`.
+    Restores the learning rate and other numbers of the optimizers' parameter groups, if the number of groups is the
+    same. A scheduler needs its own `load_state_dict`. Gradients since the last step are discarded.
 
-    `record` continues after the checkpoint's step.
+    `record` continues after the checkpoint's step. A warning names newer checkpoints that are damaged.
 
     Args:
+        model: as in `save_checkpoint`, with the same names.
         where: a run directory or a checkpoint's folder; by default this run's directory.
 
     Returns:
@@ -90,39 +118,32 @@ def load_checkpoint(model: Wrapped, where: str | Path | None = None) -> dict[str
         not given and this run has no checkpoint.
 
     Raises:
-        UserError: `where` has no checkpoint, the model differs, or all checkpoints are damaged; on all ranks.
+        UserError: `where` has no checkpoint, the model or its optimizer differs, or all checkpoints are damaged; on
+            all ranks.
     """
     run = current("load_checkpoint")
-    _require_known_state(model.optimizer)
+    models = _by_name(model)
     if where is None:
         if not broadcast(run.dist, bool(complete_checkpoints(run.dist.run_dir.checkpoints))):
             return None
         where = run.run_dir
     run_together(run.dist, lambda: _check_path(Path(where)), on_main=True)
-    loaded = load_newest(where, model.engine, run.dist,
-                         lambda folder, state: check_hf_settings(state.hf_config, model.module, folder))
-    _restore_hyperparameters(model.optimizer, loaded.state.param_groups)
-    run.step = loaded.state.step
-    run.begin_step()
+
+    with run.phase("checkpoints"):
+        loaded = ScriptModels(models, run.dist).load(where)
+    if run.is_main:
+        for error in loaded.skipped:
+            print(f"warning: {error.found} ({error.where}); loading {loaded.folder.name} instead", file=sys.stderr,
+                  flush=True)
+    run.rewind(loaded.state.step)
     saved = as_plain(loaded.state)
-    for name in ("param_groups", "models"):
-        saved.pop(name, None)
-    return {**saved, **saved.pop("user", {}), "rng_restored": loaded.rng_restored}
+    for key in ("param_groups", "models", "optimizers", "numbers"):
+        saved.pop(key, None)
+    user = from_json(saved.pop("user", {}))
+    return {**saved, **user, "rng_restored": loaded.rng_restored}
 
 
 def _check_path(where: Path) -> None:
     if not where.is_dir():
         raise UserError(f"no run directory or checkpoint at {where}", where="ezpz_llm.load_checkpoint",
                         instead="a run directory, or a checkpoints/step-… folder in one")
-
-
-def has_known_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for torch's Adam and AdamW without amsgrad, whose state checkpoints support."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
-        group.get("amsgrad") for group in optimizer.param_groups)
-
-
-def _require_known_state(optimizer: torch.optim.Optimizer) -> None:
-    if not has_known_state(optimizer):
-        raise UserError(f"checkpoints do not support the state of {type(optimizer).__name__}",
-                        where="ezpz_llm.save_checkpoint", instead="torch.optim.AdamW or Adam, without amsgrad")

@@ -32,17 +32,21 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if not any(parameter.requires_grad for parameter in group["params"]):
             raise UserError(f"all parameters of the optimizer's group {number} are frozen", where=_WHERE,
                             instead="an optimizer without this group")
-    if optimizer.state:
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's is 0 before the first step
         raise UserError("the optimizer has already taken a step", where=_WHERE,
                         instead="call wrap before the first step, and load_checkpoint to restore state")
 
 
 def check_parameters(model: nn.Module, layout: Layout) -> None:
-    """Check that the layout supports each parameter.
+    """Check that the layout supports each parameter and its gradient.
 
     Raises:
         UserError: the model has compiled modules, or the layout does not support a parameter.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UserError(f"{name or 'the model'} has sparse gradients, which layouts do not support",
+                            where=_WHERE, instead="sparse=False")
     for name, parameter in model.named_parameters():
         if "_orig_mod" in name.split("."):
             raise UserError(f"torch.compile(module) has renamed the parameter {name.replace('_orig_mod.', '')}, "

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from ezpz_llm.library.wrapping import Wrapped
+    from ezpz_llm.library.wrapped import Wrapped
 
 
 @dataclass(frozen=True)

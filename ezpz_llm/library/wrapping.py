@@ -1,22 +1,23 @@
-"""User models under a layout: wrapping, and training steps with the user's optimizer."""
+"""Wrapping of a script's model and optimizer in a layout."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ezpz_llm.base import UserError
-from ezpz_llm.engine import running_statistics
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import put_in_engine
 from ezpz_llm.engine.precision import parameter_dtype
+from ezpz_llm.engine.sliced_optimizer import SlicedOptimizer
+from ezpz_llm.layout.ds_defaults import uses_nvme
+from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import DEFAULT
 from ezpz_llm.library.initial_state import (
@@ -25,123 +26,12 @@ from ezpz_llm.library.initial_state import (
     check_parameters,
     convert_parameters,
 )
+from ezpz_llm.library.optimizer_kind import check_sharding, initial_state_for, initial_states, try_steps
 from ezpz_llm.library.run import Run, current
+from ezpz_llm.library.script_state import ScriptState
 from ezpz_llm.library.tensor_plan import shard_model
+from ezpz_llm.library.wrapped import StepGuard, Wrapped
 from ezpz_llm.model.tensor_parallel import Share
-
-
-class Wrapped:
-    """Model under a layout, created by `ezpz_llm.wrap`.
-
-    For each micro-batch call `loss = …model(inputs)…; model.backward(loss); model.step()`. Gradients are averaged
-    over ranks once per step.
-
-    Attributes:
-        module: the model in the layout's precision; its parameters may be sharded.
-        optimizer: the optimizer passed to `wrap`. Its learning rates are used.
-        grad_norm: global gradient norm of the last step before clipping, 0-d; None before the first step.
-        accumulation: micro-batches per step.
-    """
-
-    def __init__(self, run: Run, engine: MicroStepEngine, optimizer: torch.optim.Optimizer,
-                 dtype: torch.dtype) -> None:
-        self.module, self.optimizer = engine.module, optimizer
-        self.grad_norm: Tensor | None = None
-        self.accumulation = engine.batch.accumulation
-        self._run, self._engine, self._dtype = run, engine, dtype
-        self._frozen = {name: parameter for name, parameter in engine.module.named_parameters()
-                        if not parameter.requires_grad}
-        self._micro_steps = 0
-
-    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective.
-
-        Raises:
-            UserError: a parameter was unfrozen after `wrap`.
-        """
-        if self._dtype != torch.float32:
-            inputs, keywords = _cast(inputs, self._dtype), _cast(keywords, self._dtype)
-        if not torch.is_grad_enabled():
-            return self.module(*inputs, **keywords)
-        self._check_frozen()
-        is_last = self._micro_steps == self.accumulation - 1
-        with self._run.span("forward"):
-            return self._engine.forward(*inputs, last_micro_step=is_last, **keywords)
-
-    def _check_frozen(self) -> None:
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise UserError(f"the parameter {name} was unfrozen after wrap, so the optimizer does not step it",
-                                where="Wrapped", instead="unfreeze it before wrap, in a group of the optimizer "
-                                                         "whose lr is 0 until it is trained")
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a micro-batch's loss (0-d), divided by the number of micro-batches per step.
-
-        Raises:
-            UserError: the step already has all its micro-batches, and `step` was not called.
-        """
-        if self._micro_steps == self.accumulation:
-            raise UserError(f"too many backward passes in a step: accumulation is {self.accumulation}",
-                            where="Wrapped.backward", instead="model.step() after each backward pass; "
-                                                              "wrap(accumulation=N) for N passes per step")
-        with self._run.span("backward"):
-            self._engine.backward(loss.float())
-        self._micro_steps += 1
-
-    def step(self) -> Tensor | None:
-        """After the last micro-batch, clip gradients, update parameters and zero gradients; otherwise do nothing.
-
-        A step with a non-finite gradient norm is skipped.
-
-        Returns:
-            The global gradient norm before clipping, 0-d; None if more micro-batches follow in the step.
-        """
-        if self._micro_steps < self.accumulation:
-            return None
-        self._micro_steps = 0
-        with self._run.span("optimizer"):
-            self.grad_norm = self._engine.step(None)
-            running_statistics.average(self.module, self._run.mesh)
-        return self.grad_norm
-
-    def train(self, mode: bool = True) -> Wrapped:
-        """Set the model to training mode, or evaluation mode if `mode` is False."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Wrapped:
-        """Set the model to evaluation mode."""
-        return self.train(False)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the optimizer's first group."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    @property
-    def engine(self) -> MicroStepEngine:
-        """Engine of the layout. Not part of the public API."""
-        return self._engine
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in a nested value to `dtype`."""
-    return on_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def on_tensors(value: Any, action: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `action` to each tensor in a value, including those in lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        return action(value)
-    if isinstance(value, MutableMapping):
-        mapped = copy(value)  # keep the type, such as a tokenizer's BatchEncoding
-        mapped.update({name: on_tensors(member, action) for name, member in value.items()})
-        return mapped
-    if isinstance(value, list | tuple):
-        members = [on_tensors(member, action) for member in value]
-        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-    return value
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Path = "ddp", *,
@@ -182,6 +72,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     _check_layout(resolved, run, plan)
     check_optimizer(model, optimizer)
     check_parameters(model, resolved.layout)
+    initial = _take_over(optimizer, model, resolved.layout, run)
     convert_parameters(model)
     broadcast_values(model, run.dist)
     run.dist.arrange(tp=resolved.layout.tp)
@@ -197,19 +88,43 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     def make_optimizer(groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
         for user_group, group in zip(optimizer.param_groups, groups, strict=True):
             user_group["params"] = group["params"]
+        if resolved.layout.zero.stage and not uses_nvme(resolved.layout):
+            return SlicedOptimizer(optimizer, groups)
         return optimizer
 
+    guard = StepGuard(optimizer)
+    modes = {module: module.training for module in model.modules()}
     with run.clock.span("set-up"):
         engine = put_in_engine(model, resolved, run.dist,
                                [{"params": [parameter for parameter in group["params"] if parameter.requires_grad]}
                                 for group in optimizer.param_groups],
                                make_optimizer)
     assert isinstance(engine, MicroStepEngine)
+    for module, is_training in modes.items():
+        module.training = is_training
     engine.may_have_unused = True
-    wrapped = Wrapped(run, engine, optimizer, parameter_dtype(resolved.precision))
+    if initial:
+        for tensor, (name,) in engine.training_state().stepped():
+            optimizer.state[tensor] = initial_state_for(tensor, initial[name])
+    wrapped = Wrapped(run, engine, optimizer, guard, parameter_dtype(resolved.precision))
     run.models.append(wrapped)
     run.begin_step()
     return wrapped
+
+
+def _take_over(optimizer: torch.optim.Optimizer, model: nn.Module, layout: Layout,
+               run: Run) -> dict[str, dict[str, Any]]:
+    """Check the kind of an optimizer, and return its initial state by parameter.
+
+    Raises:
+        UserError: the optimizer cannot be used with the layout.
+    """
+    kind, states = try_steps(optimizer), initial_states(optimizer)
+    if layout.tp > 1 or (layout.shard_stage() and run.world_size > 1):
+        check_sharding(optimizer, layout.name, keeps_rows=not layout.zero.stage)
+    optimizer.ezpz_state = ScriptState(kind)
+    optimizer.state.clear()
+    return {name: states[parameter] for name, parameter in model.named_parameters() if parameter in states}
 
 
 def _accept_any_optimizer(resolved: Resolved) -> Resolved:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 
@@ -26,6 +27,7 @@ class _SumBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # the gradient of a sum over ranks would need another sum
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return summed(grad, ctx.group, grad.dtype), None
 
@@ -38,6 +40,7 @@ class _SumForward(torch.autograd.Function):
         return summed(x, group, torch.float32 if casts else x.dtype)
 
     @staticmethod
+    @once_differentiable  # the gradient of a sum over ranks would need another sum
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 

@@ -47,7 +47,7 @@ def _roll_back(session: Session, source: str | Path, reason: str) -> None:
     This follows Chowdhery et al. 2022 (arXiv:2204.02311, section 5.1): their spikes occurred only for a particular
     combination of model state and samples, and did not recur with other samples from the same state.
     """
-    def accept(folder: Path, state: State) -> None:
+    def accept(folder: Path, state: State, *_: object) -> None:
         """Reject a checkpoint that does not fit, or that was written during bad steps if there is an older one."""
         check_identity(session.config, session.plan.model, folder, state, session.data.tokens)
         # Only an early end saves during bad steps.

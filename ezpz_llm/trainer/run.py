@@ -170,7 +170,7 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
     """
     config = plan.config
 
-    def accept(folder: Path, state: State) -> None:
+    def accept(folder: Path, state: State, *_: object) -> None:
         check_identity(config, plan.model, folder, state, data)
 
     loaded = checkpoint.load_newest(config.resume, engine, dist, accept)

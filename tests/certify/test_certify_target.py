@@ -29,7 +29,6 @@ TARGETS = TESTS / "helpers" / "targets.py"
 IN_THE_STEP = {
     "loss_averaged_twice": "likely: the loss is divided by the number of ranks (2) twice (gradients are 0.5 times",
     "accumulation_not_divided": "likely: gradients are summed, not averaged, over the 3 micro-batches",
-    "clipped_before_reduction": "backward: gradient of back.bias differs",
     "equal_masks": "random numbers: 8 steps ended with the same random state on several ranks, so dropout",
     "sampler_not_advanced":
         "data: 16 repeats of an earlier micro-batch: on rank 0, micro-batch 1 equals micro-batch 0",

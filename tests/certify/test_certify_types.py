@@ -26,7 +26,7 @@ except ImportError as error:
 from ezpz_llm.base import UserError
 from ezpz_llm.certify import type_check, type_reduction
 from ezpz_llm.certify.command import main
-from ezpz_llm.engine import fsdp2_engine, masters, pipeline_engine, sequence_parallel, torch_engine
+from ezpz_llm.engine import fsdp2_engine, gradient_reducer, pipeline_engine, sequence_parallel, torch_engine
 from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.layout import read_layout
@@ -180,15 +180,15 @@ OTHERS = {
                ("self._shard_group", 'self._mesh.real_group("dp", "sp")')),
         "fsdp2_within2", ("_norm_and_clip: all_reduce: sums a tensor that is equal on all ranks of across",)),
     "master gradients not reduced": Fault(
-        edited(masters._Bucket, "reduce", ("work = torch", "return\n    work = torch")),
+        edited(gradient_reducer._Bucket, "reduce", ("work = torch", "return\n    work = torch")),
         "ddp", ("norm: the gradient is not reduced",)),
     "gradients of ddp not reduced": Fault(
-        edited(torch_engine.TorchEngine, "_wrap", ('== 1 or', '>= 1 or')),
-        "ddp", ("DistributedDataParallel: no gradient is reduced",)),
+        edited(torch_engine.TorchEngine, "_make_reducer", ("peers == 1 and ", "")),
+        "ddp", ("GradientReducer in fp32: no gradient is reduced",)),
     "ddp without a part of its ranks": Fault(
-        edited(torch_engine.TorchEngine, "_wrap", ('process_group=self._mesh.group("dp", "sp")',
-                                                   "process_group=self._mesh.divided(2)[1]")),
-        "ddp", ("DistributedDataParallel: the 2 ranks of the group",)),
+        edited(torch_engine.TorchEngine, "_make_reducer",
+               ('self._mesh.group("dp", "sp")', "self._mesh.divided(2)[1]")),
+        "ddp", ("GradientReducer in fp32: the 2 ranks of the group",)),
     "pipeline gradients not reduced": Fault(
         edited(pipeline_engine.PipelineEngine, "_average_gradients",
                ("torch.distributed.all_reduce(", "dict(sum=")),

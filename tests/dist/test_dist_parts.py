@@ -260,8 +260,8 @@ faults, losses = 0, []
 for step in range(7):
     if step == 2:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    loss = engine.forward(tokens, tokens, last_micro_step=True)
-    engine.backward(loss)
+    loss = engine.module(tokens, tokens)
+    engine.backward(loss, is_last=True)
     engine.step(1e-3)
     losses.append(loss.item())
 assert losses[-1] < losses[0], losses

@@ -59,8 +59,8 @@ def train(engine: MicroStepEngine, steps: int = 8) -> tuple[list[float], list[fl
         parts = inputs.chunk(engine.batch.accumulation)
         total = 0.0
         for index, part in enumerate(parts):
-            loss = engine.forward(part, part.sum(1, keepdim=True), last_micro_step=index == len(parts) - 1)
-            engine.backward(loss)
+            loss = engine.module(part, part.sum(1, keepdim=True))
+            engine.backward(loss, is_last=index == len(parts) - 1)
             total += loss.item() / len(parts)
         losses.append(total)
         norms.append(engine.step(1e-2).item())
@@ -166,10 +166,10 @@ def test_adamw_is_fused_unless_that_is_not_wanted() -> None:
     assert make_optimizer(groups, {"lr": 1e-3}, fused=False).defaults["fused"] is False
 
 
-def test_one_rank_is_not_wrapped(tmp_path) -> None:
+def test_one_rank_uses_the_gradients_of_torch(tmp_path) -> None:
     engine = make(tmp_path)
     assert isinstance(engine, TorchEngine)
-    assert engine._wrapped is engine.module
+    assert engine._reducer is None
 
 
 def test_torch_with_incorrect_fully_shard_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

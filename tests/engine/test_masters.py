@@ -45,7 +45,7 @@ def batch(number: int) -> Tensor:
 def backward(engine: MicroStepEngine) -> None:
     for number in range(MICRO_STEPS):
         tokens = batch(number)
-        engine.backward(engine.forward(tokens[:, :-1], tokens[:, 1:], last_micro_step=number == MICRO_STEPS - 1))
+        engine.backward(engine.module(tokens[:, :-1], tokens[:, 1:]), is_last=number == MICRO_STEPS - 1)
 
 
 def masters(engine: MicroStepEngine) -> dict[str, Tensor]:
@@ -56,6 +56,7 @@ def test_gradients_of_micro_steps_are_added_in_fp32(tmp_path) -> None:
     engine = make(tmp_path)
     assert engine.masters is not None
     backward(engine)
+    engine.show_gradients()
     plain = GPT(CONFIG)
     init_weights(plain, CONFIG, 1)
     plain.bfloat16()
@@ -86,12 +87,14 @@ def test_gradients_of_a_part_of_the_model_are_added_in_fp32(tmp_path) -> None:
     gain = engine.module.transformer["ln_f"].weight
     factors = torch.linspace(1, 2, len(gain)).bfloat16()
     for number in range(MICRO_STEPS):
-        engine.backward((gain * factors * 0.01 ** number).sum())
+        engine.backward((gain * factors * 0.01 ** number).sum(), is_last=number == MICRO_STEPS - 1)
         assert gain.grad is None
+    engine.show_gradients()
     parts = [(factors * 0.01 ** number / MICRO_STEPS).bfloat16().float() for number in range(MICRO_STEPS)]
     torch.testing.assert_close(engine.masters[gain].grad, sum(parts, torch.zeros(len(gain))), rtol=1e-2, atol=0)
     assert not torch.equal(engine.masters[gain].grad, engine.masters[gain].grad.bfloat16().float())
-    assert engine.step(0.0).item() == pytest.approx(engine.masters[gain].grad.norm().item(), rel=1e-6)
+    expected = engine.masters[gain].grad.norm().item()
+    assert engine.step(0.0).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_steps_smaller_than_a_rounding_are_kept_by_the_masters(tmp_path) -> None:
@@ -165,6 +168,7 @@ def test_a_step_of_nan_changes_nothing(tmp_path) -> None:
     engine = make(tmp_path)
     first = masters(engine)
     backward(engine)
+    engine.show_gradients()
     next(iter(engine.masters.values())).grad.fill_(torch.nan)
     engine.step(1e-3)
     assert all(torch.equal(value, first[name]) for name, value in masters(engine).items())

@@ -41,9 +41,9 @@ def share(dist, run: str) -> float:
 
     rows = sequences(0, 1, _TOKENS + 1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = engine.forward(rows[:, :-1], rows[:, 1:], last_micro_step=True)
+        loss = engine.module(rows[:, :-1], rows[:, 1:])
     elements = sum(tensor.numel() for tensor in kept.values() if tensor.untyped_storage().nbytes())
-    engine.backward(loss)
+    engine.backward(loss, is_last=True)
     return elements / (config.n_layer * block_matrix_count(config))
 
 

@@ -60,8 +60,8 @@ def train(engine: MicroStepEngine, dist: Dist, first: int, last: int) -> list[fl
         total = torch.zeros(())
         for start in rows:
             mine = slice(start, start + engine.batch.micro_batch)
-            loss = engine.forward(tokens[mine], targets[mine], last_micro_step=start == rows[-1])
-            engine.backward(loss)
+            loss = engine.module(tokens[mine], targets[mine])
+            engine.backward(loss, is_last=start == rows[-1])
             total += loss.detach() / len(rows)
         engine.step(1e-2 / (1 + step / 10))
         if dist.world_size > 1:

@@ -12,13 +12,13 @@ import gc
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rank_jobs import sequences
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist import Degrees, Dist, Mesh
@@ -78,8 +78,8 @@ def train(dist: Dist, name: str, precision: str) -> dict:
         total = torch.zeros(())
         for index, part in enumerate(mine):
             last = index == (0 if "early-sync" in options else ACCUMULATION - 1)
-            loss = engine.forward(part[:, :-1], part[:, 1:], last_micro_step=last)
-            engine.backward(loss)
+            loss = engine.module(part[:, :-1], part[:, 1:])
+            engine.backward(loss, is_last=last)
             total += loss.detach() / ACCUMULATION
         norms.append(gathered(engine.step(2e-3 * (1 + math.cos(math.pi * step / STEPS))), dp_size))
         losses.append(sum(gathered(total, dp_size)) / dp_size)
@@ -104,14 +104,13 @@ def gathered(value: torch.Tensor, dp_size: int) -> list[float]:
 
 
 def count_rounds(engine: MicroStepEngine) -> list[int]:
-    """Count the buckets that DDP reduces. The model fits one bucket, so one bucket is one reduction round."""
+    """Count the buckets that ddp reduces. The model fits one bucket, so one bucket is one reduction round."""
     count = [0]
-    wrapped = getattr(engine, "_wrapped", None)
-    if isinstance(wrapped, DistributedDataParallel):
-        def hook(state, bucket):  # torch rejects string annotations
+    for bucket in [] if (reducer := getattr(engine, "_reducer", None)) is None else reducer._buckets:
+        def counted(group: Any, reduce: Callable[[Any], None] = bucket.reduce) -> None:
             count[0] += 1
-            return allreduce_hook(torch.distributed.group.WORLD, bucket)
-        wrapped.register_comm_hook(None, hook)
+            reduce(group)
+        bucket.reduce = counted
     return count
 
 

@@ -77,7 +77,7 @@ def one_process(kind: str, ranks: int, precision: str) -> tuple[nn.Module, list[
             return model(*inputs, **named)
 
     for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=False)  # like ZeRO, step a layer that the loss does not depend on
+        optimizer.zero_grad()
         total = 0.0
         for number in range(ACCUMULATION):
             for part in range(parts):

@@ -52,8 +52,8 @@ def train(dist: Dist, run: str) -> dict[str, Any]:
         mine = sequences(step, batch, BLOCK + 1).chunk(dist.world_size)[dist.rank].chunk(ACCUMULATION)
         total = torch.zeros(())
         for index, part in enumerate(mine):
-            loss = engine.forward(part[:, :-1], part[:, 1:], last_micro_step=index == ACCUMULATION - 1)
-            engine.backward(loss)
+            loss = engine.module(part[:, :-1], part[:, 1:])
+            engine.backward(loss, is_last=index == ACCUMULATION - 1)
             total += loss.detach()
         norms.append(engine.step(1e-3).item())
         losses.append(gathered(total, dist.world_size))

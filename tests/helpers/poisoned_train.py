@@ -12,22 +12,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ezpz_llm.engine import deepspeed_engine, torch_engine
+import torch
+
+from ezpz_llm.model.gpt import GPT
 from ezpz_llm.train import main
 
 
 def poisoned(inner: Callable[..., Any], first: int, last: int, rank: int | None = None,
              add: float = 0.0) -> Callable[..., Any]:
-    """Return an engine's `forward` with the injected fault.
+    """Return `GPT.forward` with the injected fault in training mode.
 
     With `add`, that is added to the loss instead, which leaves the gradients unchanged.
     """
     calls = [0]
 
-    def forward(self, *inputs, last_micro_step):
-        loss = inner(self, *inputs, last_micro_step=last_micro_step)
-        calls[0] += 1
-        if not first <= calls[0] <= last or rank not in (None, self._mesh.rank):
+    def forward(self, *inputs, **named):
+        loss = inner(self, *inputs, **named)
+        calls[0] += self.training
+        is_on_rank = rank is None or rank == torch.distributed.get_rank()
+        if not self.training or not first <= calls[0] <= last or not is_on_rank:
             return loss
         return loss + add if add else loss * float("nan")
 
@@ -36,6 +39,5 @@ def poisoned(inner: Callable[..., Any], first: int, last: int, rank: int | None 
 
 if __name__ == "__main__":
     where = [int(number) for number in os.environ["POISON"].split(":")]
-    for engine in (torch_engine.TorchEngine, deepspeed_engine.DeepSpeedEngine):
-        engine.forward = poisoned(engine.forward, *where)
+    GPT.forward = poisoned(GPT.forward, *where)
     raise SystemExit(main(sys.argv[1:]))

@@ -175,19 +175,6 @@ def accumulation_not_divided() -> Target:
     return dataclasses.replace(mlp(), step=step)
 
 
-def clipped_before_reduction() -> Target:
-    def step(model: Wrapped, batches: list[Any]) -> float:
-        total = 0.0
-        for batch in batches:
-            loss = two_losses(model, batch)
-            model.backward(loss)
-            nn.utils.clip_grad_norm_(model.module.parameters(), 0.1)
-            model.step()
-            total += loss.item()
-        return total / len(batches)
-    return dataclasses.replace(mlp(), step=step)
-
-
 def equal_masks() -> Target:
     def step(model: Wrapped, batches: list[Any]) -> float:
         torch.manual_seed(17)

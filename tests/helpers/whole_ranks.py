@@ -34,9 +34,9 @@ def held(dist: Dist, precision: str) -> tuple[int, int]:
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(collect)
     rows = sequences(0, 1, 24)
-    loss = engine.forward(rows[:, :-1], rows[:, 1:], last_micro_step=False)
+    loss = engine.module(rows[:, :-1], rows[:, 1:])
     parameter_bytes = sum(parameter.untyped_storage().nbytes() for parameter in gathered)
-    engine.backward(loss)
+    engine.backward(loss, is_last=False)
     return parameter_bytes, sum(parameter.grad.untyped_storage().nbytes() for parameter in gathered
                                 if parameter.grad is not None)
 

@@ -94,19 +94,13 @@ def test_every_layout_equals_one_process(tmp_path: Path, kind: str):
 def test_unusual_models(tmp_path: Path):
     check(tmp_path, [f"{kind}:{layouts}" for kind in ("formats", "objects", "frozen", "adapted", "recomputed")
                      for layouts in ("ddp", "fsdp2:zero2", "zero1:zero3", "zero3:ddp")])
-    check(tmp_path, [f"sometimes:{layouts}" for layouts in ("zero0", "zero1", "zero2:zero3", "zero3:fsdp2")])
-    check(tmp_path, [f"resting:{layout}" for layout in ("zero0", "zero1", "zero2", "zero3",
+    check(tmp_path, [f"sometimes:{layouts}" for layouts in ("ddp", "zero0", "zero1", "zero2:zero3", "zero3:fsdp2")])
+    check(tmp_path, [f"resting:{layout}" for layout in ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3",
                                                         "zero3_offload_optimizer", "zero3_offload_all")])
     in_bf16 = results(tmp_path, [f"frozen:{first}+bf16:{second}+bf16" for first, second in (
         ("ddp", "zero3"), ("zero3", "fsdp2"), ("fsdp2", "zero2"), ("zero1", "ddp"))])
     assert [result["frozen"] for result in in_bf16.values()] == [0.0] * 4
     check(tmp_path, ["compiled:ddp", "compiled:zero1:fsdp2"])
-
-
-@pytest.mark.full
-def test_ddp_rejects_a_loss_without_some_parameters(tmp_path: Path):
-    with pytest.raises(AssertionError, match="the loss of the last micro-batch does not depend on every parameter"):
-        results(tmp_path, ["sometimes:ddp"])
 
 
 @pytest.mark.full
@@ -149,7 +143,7 @@ MISTAKES = {
         "all parameters of the optimizer's group 0 are frozen",
     "w = wrap(model.requires_grad_(False), adamw([{'params': [model.weight.requires_grad_()]}])); "
     "save_checkpoint(w, 7); model = torch.nn.Linear(2, 2); "
-    "load_checkpoint(wrap(model, adamw(model.parameters())))": "no optimizer state (exp_avg, exp_avg_sq) of bias",
+    "load_checkpoint(wrap(model, torch.optim.SGD(model.parameters())))": "the state of AdamW, not of SGD",
     "model = torch.compile(model); wrap(model, adamw(model.parameters()))": "has renamed the parameter weight",
     "model.scale = torch.nn.Parameter(torch.tensor(1.0)); wrap(model, adamw(model.parameters()), 'zero2')":
         "the parameter scale is a scalar, which the layout zero2 does not support",
@@ -164,14 +158,15 @@ MISTAKES = {
     "model.forward = lambda x: {1}; model = torch.nn.Sequential(torch.nn.ModuleList([model])); "
     "model.forward = lambda x: model[0][0](x); wrap(model, adamw(model.parameters()), 'fsdp2')(torch.ones(2))":
         "0.0 returns a set, in which fully_shard finds no tensor",
-    "save_checkpoint(wrap(model, torch.optim.SGD(model.parameters(), momentum=0.9)), 1)": "the state of SGD",
+    "save_checkpoint(wrap(model, torch.optim.Adafactor(model.parameters())), 1)":
+        "cannot hold the state col_var (Tensor) of Adafactor",
     "e = wrap(model, adamw(model.parameters())); [e.backward(e(torch.ones(2)).sum()) for _ in 'ab']":
         "too many backward passes in a step: accumulation is 1",
     "load_checkpoint(wrap(model, adamw(model.parameters())), 'nowhere')": "no run directory or checkpoint",
-    "setup(run_dir='run'); finish(); record(1, loss=0.0)": "there is no run in this process",
+    "setup(run_dir='run'); finish(); record(1, loss=0.0)": "finish() has ended the run",
     "setup(log_every=0)": "log_every is 0",
     "setup(run_dir='other', device='cpu'); phase('dada').__enter__()": "unknown phase",
-    "assert load_checkpoint(wrap(model, adamw(model.parameters()))) is None; record(0, loss=1.0)": "step 0",
+    "assert load_checkpoint(wrap(model, adamw(model.parameters()))) is None; record(0, loss=1.0)": "step is 0",
 }
 _WITH_NOTES = """
 import torch, ezpz_llm

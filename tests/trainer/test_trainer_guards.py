@@ -22,7 +22,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
-from ezpz_llm.engine.torch_engine import TorchEngine
+from ezpz_llm.model.gpt import GPT
 from ezpz_llm.report.runs import load_runs
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record, update_record
@@ -63,10 +63,10 @@ def job(run_dir: Path, *options: str, poison: str = "0:0", ranks: int = 1) -> Do
 @pytest.fixture
 def alone(monkeypatch, capsys):
     """Return a function that trains with one rank and layout ddp in this process."""
-    forward = TorchEngine.forward
+    forward = GPT.forward
 
     def train(run_dir: Path, *options: str, poison: tuple[int, int] = (0, 0), add: float = 0.0) -> Done:
-        monkeypatch.setattr(TorchEngine, "forward", poisoned(forward, *poison, add=add))
+        monkeypatch.setattr(GPT, "forward", poisoned(forward, *poison, add=add))
         capsys.readouterr()
         code = run(parse([*SMALL, "--ds-config", "ddp", *options, "--run-dir", str(run_dir)]))
         return Done(code, *capsys.readouterr())

@@ -1,0 +1,67 @@
+"""Parameters without a gradient in a step, which torch's optimizers do not step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from ezpz_llm.base import UserError
+from ezpz_llm.dist.mesh import Mesh
+
+
+class ParameterUse:
+    """Record of the parameters that have a gradient on any rank since the last step."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._mesh = mesh
+        self._used: set[Tensor] = set()
+        self._is_open = False
+        self._pending: tuple[torch_dist.Work, Tensor] | None = None
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(self._record)
+
+    def _record(self, parameter: Tensor) -> None:
+        if not self._is_open:
+            assert isinstance(parameter, nn.Parameter)
+            raise UserError(f"the gradient of {self._names[parameter]} was computed outside of its model's "
+                            "backward", where="Wrapped",
+                            instead="model.backward(loss) instead of loss.backward(); for another model's loss, "
+                                    "requires_grad_(False) before the forward pass")
+        self._used.add(parameter)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Allow a backward pass of the model in this context."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def clear(self) -> None:
+        """Forget the gradients since the last step."""
+        self._used.clear()
+
+    def unused(self) -> list[nn.Parameter]:
+        """Return the parameters that no rank has used since the last call. Collective.
+
+        A rank that has used all parameters does not wait for the others.
+        """
+        flags = torch.tensor([parameter in self._used for parameter in self._names], dtype=torch.uint8)
+        self._used.clear()
+        unused = [parameter for parameter, is_used in zip(self._names, flags.tolist(), strict=True) if not is_used]
+        if self._mesh.size("dp", "sp") == 1:
+            return unused
+        flags = flags.to(next(iter(self._names)).device)
+        work = torch_dist.all_reduce(flags, torch_dist.ReduceOp.MAX, group=self._mesh.group("dp", "sp"),
+                                     async_op=True)
+        self._pending = work, flags  # gloo writes to the flags after this function has returned
+        if not unused:
+            return []
+        work.wait()
+        return [parameter for parameter, is_used in zip(self._names, flags.tolist(), strict=True) if not is_used]

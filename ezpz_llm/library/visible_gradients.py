@@ -1,0 +1,102 @@
+"""Gradients as `grad` of the parameters, between the last backward pass of a step and the step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ezpz_llm.base import UserError
+from ezpz_llm.dist.mesh import Mesh
+from ezpz_llm.engine.base import MicroStepEngine
+from ezpz_llm.library.gradient_handle import GradientHandle, Groups
+from ezpz_llm.model.parameters import placement_of, whole_box
+
+
+class VisibleGradients:
+    """Gradients that a script may read and change.
+
+    Where the gradient of a parameter is a plain tensor or a DTensor of torch, it is visible anyway. Otherwise, this
+    class sets a `GradientHandle`. Between the backward passes of a step, handles raise an error when used, since
+    their gradients are not complete.
+    """
+
+    def __init__(self, engine: MicroStepEngine, mesh: Mesh) -> None:
+        self._engine = engine
+        self._local: dict[Tensor, Tensor] | None = None
+        self._handles: dict[nn.Parameter, GradientHandle] = {}
+        self._shown: list[nn.Parameter] = []
+        data_groups: Groups = (mesh.group("dp", "sp"),) if engine.divides_gradients else ()
+        self._trained: dict[nn.Parameter, tuple[str, Groups]] = {}
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                at = placement_of(name, parameter)
+                is_sharded = mesh.tp_size > 1 and at.boxes != (whole_box(at.shape),)
+                groups = (*data_groups, mesh.group("tp")) if is_sharded else data_groups
+                self._trained[parameter] = name, groups
+        self._uses_handles = engine.hides_gradients or mesh.tp_size > 1
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters, which have gradients after the last backward pass of a step."""
+        return list(self._trained)
+
+    def show(self, is_complete: bool) -> None:
+        """Set handles after a backward pass; `is_complete` after the last one of a step."""
+        if is_complete and not self._uses_handles:
+            return
+        self._local = dict(self._engine.local_gradients()) if is_complete else None
+        self._shown = [parameter for parameter in self._trained if self._is_visible(parameter, is_complete)]
+        for parameter in self._shown:
+            parameter.grad = self._handle(parameter)
+
+    def _is_visible(self, parameter: nn.Parameter, is_complete: bool) -> bool:
+        """Return True if the parameter gets a handle."""
+        if is_complete:
+            return self._local is not None and parameter in self._local
+        return parameter.requires_grad and parameter.grad is None
+
+    def _handle(self, parameter: nn.Parameter) -> GradientHandle:
+        handle = self._handles.get(parameter)
+        if handle is None or handle.shape != parameter.shape:  # stage 3 frees and gathers parameters
+            name, groups = self._trained[parameter]
+            handle = GradientHandle(parameter.detach(), name, partial(self._find, parameter), groups)
+            self._handles[parameter] = handle
+        return handle
+
+    def _find(self, parameter: nn.Parameter) -> Tensor | None:
+        return None if self._local is None else self._local[parameter]
+
+    def hide(self) -> list[nn.Parameter]:
+        """Remove the handles, and return the parameters whose gradient the script has removed.
+
+        Raises:
+            UserError: the script has replaced a gradient.
+        """
+        removed = []
+        for parameter in self._shown:
+            handle, gradient = self._handles[parameter], parameter.grad
+            parameter.grad = None
+            if gradient is None:
+                removed.append(parameter)
+            elif gradient is not handle:
+                raise UserError(f"the gradient of {self._trained[parameter][0]} was replaced by another tensor",
+                                where="Wrapped.step", instead="a change in place, such as parameter.grad.mul_(0.5)")
+            elif self._local is not None and not self._engine.hides_gradients:
+                parameter.grad = self._local[parameter]
+        self._shown, self._local = [], None
+        return removed
+
+    def clear(self) -> None:
+        """Remove the handles."""
+        for parameter in self._shown:
+            parameter.grad = None
+        self._shown, self._local = [], None
+
+
+def zero_in_place(parameters: list[nn.Parameter]) -> None:
+    """Set the visible gradients of parameters to zero."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
