@@ -131,7 +131,8 @@ FAULTS = (
     Fault("first-micro-batch-again", "accumulation", BASE, "for index, inputs in enumerate(micro_batches):",
           "micro_batches = list(micro_batches)\n"
           "        for index, inputs in enumerate(micro_batches[:1] * len(micro_batches)):", GPT2),
-    Fault("gradients-not-forgotten", "accumulation", TORCH, "        self._optimizer.zero_grad()\n", "", GPT2),
+    Fault("gradients-not-forgotten", "accumulation", TORCH,
+          "            stepped.grad = None\n        if self.masters", "            pass\n        if self.masters", GPT2),
     Fault("gradients-overwritten", "accumulation", REDUCER,
           "        self._outdated.difference_update(first)\n", "", GPT2_BF16),
     Fault("sums-not-forgotten", "accumulation", REDUCER,

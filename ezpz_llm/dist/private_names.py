@@ -53,7 +53,7 @@ foreach_norm, foreach_div_ = find("torch", "_foreach_norm"), find("torch", "_for
 foreach_copy_, foreach_mul_ = find("torch", "_foreach_copy_"), find("torch", "_foreach_mul_")
 for _name in ("_device_types", "_get_backend", "_register_backend", "BackendType"):
     find("torch.distributed", f"ProcessGroup.{_name}")
-for _name in ("ScriptObject._type", "Tensor._base", "ops.aten.add.Tensor._schema"):
+for _name in ("Tensor._make_wrapper_subclass", "ScriptObject._type", "Tensor._base", "ops.aten.add.Tensor._schema"):
     find("torch", _name)
 
 

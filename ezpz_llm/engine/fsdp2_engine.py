@@ -113,7 +113,7 @@ class Fsdp2Engine(TorchEngine):
         norm = super().step(lr)
         for rows in self._rows.values():
             rows.grad = None
-        reshard(self.module)
+        _reshard(self.module)
         return norm
 
     def _norm_and_clip(self, scale: float) -> Tensor:
@@ -225,10 +225,10 @@ class _FsdpState(EngineState):
 
     def refresh(self) -> None:
         """Reshard the parameters, so that the next forward pass gathers the new weights."""
-        reshard(self.module)
+        _reshard(self.module)
 
 
-def reshard(module: nn.Module) -> None:
+def _reshard(module: nn.Module) -> None:
     """Free the gathered parameters, which a forward pass without a backward pass leaves."""
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -1,4 +1,4 @@
-"""One or several wrapped models as the engine of a checkpoint."""
+"""Checkpoints of one or several wrapped models."""
 
 from __future__ import annotations
 

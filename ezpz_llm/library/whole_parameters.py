@@ -16,7 +16,7 @@ from ezpz_llm.dist.private_names import default_store
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.optimizer_state import EngineState
 
-PATIENCE_S = 300.0
+_PATIENCE_S = 300.0
 """Seconds to wait for the other ranks before a call that every rank must make."""
 _CHUNK = 2 ** 20
 _calls: dict[str, int] = {}
@@ -26,7 +26,7 @@ def require_all_ranks(dist: Dist, call: str) -> None:
     """Wait until every rank has made this call. Does not use the process group, in which others may wait.
 
     Raises:
-        UserError: another rank has not made the call within PATIENCE_S.
+        UserError: another rank has not made the call within _PATIENCE_S.
     """
     if dist.world_size == 1:
         return
@@ -34,11 +34,11 @@ def require_all_ranks(dist: Dist, call: str) -> None:
     store, keys = default_store(), [f"ezpz_llm/{call}/{number}/{rank}" for rank in range(dist.world_size)]
     store.set(keys[dist.rank], b"1")
     try:
-        store.wait(keys, timedelta(seconds=PATIENCE_S))
+        store.wait(keys, timedelta(seconds=_PATIENCE_S))
     except torch_dist.DistStoreError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise UserError(f"model.{call} was called on rank {dist.rank}, but not on rank {missing[0]} within "
-                        f"{PATIENCE_S:g} s", where="Wrapped", exit_code=1,
+                        f"{_PATIENCE_S:g} s", where="Wrapped", exit_code=1,
                         instead=f"model.{call} on every rank; write files on one, if run.is_main") from error
 
 

@@ -86,6 +86,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
                                     parameters=sum(parameter.numel() for parameter in model.parameters()))
 
     def make_optimizer(groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
+        """Give the script's optimizer the layout's parameters."""
         for user_group, group in zip(optimizer.param_groups, groups, strict=True):
             user_group["params"] = group["params"]
         if resolved.layout.zero.stage and not uses_nvme(resolved.layout):
