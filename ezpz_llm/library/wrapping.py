@@ -16,6 +16,7 @@ from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import put_in_engine
 from ezpz_llm.engine.precision import parameter_dtype
 from ezpz_llm.engine.sliced_optimizer import SlicedOptimizer
+from ezpz_llm.layout import ds_config as ds_config_files
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
@@ -32,6 +33,8 @@ from ezpz_llm.library.script_state import ScriptState
 from ezpz_llm.library.tensor_plan import shard_model
 from ezpz_llm.library.wrapped import StepGuard, Wrapped
 from ezpz_llm.model.tensor_parallel import Share
+
+_WHERE = "ezpz_llm.wrap"
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: str | Path = "ddp", *,
@@ -65,6 +68,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
             micro_batch: int | None, accumulation: int | None, clip: float | None,
             tp_plan: Mapping[str, str] | None = None) -> Wrapped:
     """Wrap a model as in `wrap`, but in a given run, such as certify's single-process reference run."""
+    _check_ds_config(ds_config)
     resolved = _accept_any_optimizer(resolve(Request(
         str(ds_config), run.world_size, micro_batch=micro_batch, accumulation=accumulation, clip=clip,
         precision="fp32", device=run.device.type, default_micro_batch=None, sources={"precision": DEFAULT})))
@@ -113,6 +117,18 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     return wrapped
 
 
+def _check_ds_config(ds_config: str | Path) -> None:
+    """Check that a ds_config has no blocks that would have no effect.
+
+    Raises:
+        UserError: it has the block "optimizer" or "scheduler".
+    """
+    config = ds_config_files.load(str(ds_config))
+    if found := [name for name in ("optimizer", "scheduler") if name in config.values]:
+        raise UserError(f'the block "{found[0]}" of {config.path.name} has no effect in wrap, which uses the '
+                        f"{found[0]} of the script", where=_WHERE, instead=f'delete "{found[0]}" from the file')
+
+
 def _take_over(optimizer: torch.optim.Optimizer, model: nn.Module, layout: Layout,
                run: Run) -> dict[str, dict[str, Any]]:
     """Check the kind of an optimizer, and return its initial state by parameter.
@@ -143,12 +159,12 @@ def _check_layout(resolved: Resolved, run: Run, plan: Mapping[str, str]) -> None
         unsupported.append("tiled")
     if unsupported:
         raise UserError(f"layout {layout.name} has {', '.join(unsupported)}, which is supported only for the "
-                        "trainer's models", where="ezpz_llm.wrap",
+                        "trainer's models", where=_WHERE,
                         instead="ddp, fsdp2, zero0 to zero3, hpZ or offload")
     if layout.tp > 1 and not plan:
         raise UserError(f"layout {layout.name} has tp {layout.tp}, but this model has no plan for sharding its "
-                        "layers", where="ezpz_llm.wrap",
+                        "layers", where=_WHERE,
                         instead="wrap(…, tp_plan={…}), or a Hugging Face model that has one")
     if run.models and layout.tp != run.mesh.tp_size:
         raise UserError(f"tp {layout.tp} differs from tp {run.mesh.tp_size} of another model of the run",
-                        where="ezpz_llm.wrap", instead="the same tp for all models of a run")
+                        where=_WHERE, instead="the same tp for all models of a run")

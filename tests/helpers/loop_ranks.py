@@ -1,6 +1,8 @@
 """Run by several ranks: training loops under one layout, each compared with plain torch in one process.
 
 Usage: mpiexec -n 2 python3 loop_ranks.py FOLDER LAYOUT PRECISION LOOP…
+
+LAYOUT may be ddp!summed, which plants a fault: ddp sums gradients over ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from training_loops import LOOPS, PLAN, PlainSession, RankSession
 
 import ezpz_llm
 from ezpz_llm.dist.agreement import all_gather
+from ezpz_llm.engine.gradient_reducer import GradientReducer
 from ezpz_llm.model.parameters import size
 
 LIMIT_S = 20
@@ -78,12 +81,26 @@ def result_of(run: ezpz_llm.Run, name: str, session: RankSession) -> dict[str, A
         return {"bug": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-2500:]}
 
 
+def sum_gradients() -> None:
+    """Plant a fault: gradients are summed over ranks."""
+    start = GradientReducer.__init__
+
+    def faulty(self: GradientReducer, *arguments: Any) -> None:
+        start(self, *arguments)
+        self._share = 1.0
+
+    GradientReducer.__init__ = faulty  # type: ignore[method-assign]
+
+
 def _end(*_: object) -> None:
     raise TimeoutError
 
 
 def main() -> None:
     folder, layout, precision, *names = sys.argv[1:]
+    layout, _, fault = layout.partition("!")
+    if fault:
+        sum_gradients()
     run = ezpz_llm.setup(device="cpu", run_dir=Path(folder) / "run")
     if run.is_main:
         ds_config(layout, precision, Path(folder))
@@ -104,7 +121,7 @@ def main() -> None:
         gc.collect()
         if run.is_main:
             print(name, results[name], flush=True)
-            (Path(folder) / f"{layout}-{precision}-{run.world_size}.json").write_text(json.dumps(results, indent=1))
+            (Path(folder) / "results.json").write_text(json.dumps(results, indent=1))
         if "hang" in result:
             break
     run.dist.close()

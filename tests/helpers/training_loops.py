@@ -285,7 +285,7 @@ def train(session: Session, model: Any, numbers: range) -> None:
 @loop(right=True)
 def plain_loop(session: Session) -> Any:
     net = made()
-    model = session.wrap(net, adamw(net))
+    model = session.wrap(net, sgd(net))
     train(session, model, range(5))
     return model
 
@@ -540,7 +540,7 @@ def k_fold(session: Session) -> Any:
     models = []
     for fold in range(3):
         net = made(seed=fold)
-        model = session.wrap(net, adamw(net))
+        model = session.wrap(net, sgd(net))
         train(session, model, range(fold, fold + 3))
         models.append(model)
     return tuple(models)
