@@ -40,6 +40,8 @@ RECORDS = {
                       "tests/scaling/test_scale_cluster.py"),
     "traffic": ("ezpz_llm/observe/traffic_gloo.json and benchmarks/results/traffic.md", "-m", "slow",
                 "tests/observe/test_traffic.py"),
+    "training-loops": ("benchmarks/results/training_loops.md", "-m", "full", "-k", "every_cell",
+                       "tests/library/test_training_loops.py"),
 }
 
 

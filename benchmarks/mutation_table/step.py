@@ -132,7 +132,8 @@ FAULTS = (
           "micro_batches = list(micro_batches)\n"
           "        for index, inputs in enumerate(micro_batches[:1] * len(micro_batches)):", GPT2),
     Fault("gradients-not-forgotten", "accumulation", TORCH,
-          "            stepped.grad = None\n        if self.masters", "            pass\n        if self.masters", GPT2),
+          "            stepped.grad = None\n        if self.masters",
+          "            pass\n        if self.masters", GPT2),
     Fault("gradients-overwritten", "accumulation", REDUCER,
           "        self._outdated.difference_update(first)\n", "", GPT2_BF16),
     Fault("sums-not-forgotten", "accumulation", REDUCER,

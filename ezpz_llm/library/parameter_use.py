@@ -20,6 +20,7 @@ class ParameterUse:
         self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._mesh = mesh
         self._used: set[Tensor] = set()
+        self._earlier: set[Tensor] = set()
         self._is_open = False
         self._pending: tuple[torch_dist.Work, Tensor] | None = None
         for parameter in self._names:
@@ -38,6 +39,8 @@ class ParameterUse:
     def open(self) -> Iterator[None]:
         """Allow a backward pass of the model in this context."""
         self._is_open = True
+        self._earlier |= self._used
+        self._used.clear()
         try:
             yield
         finally:
@@ -46,14 +49,27 @@ class ParameterUse:
     def clear(self) -> None:
         """Forget the gradients since the last step."""
         self._used.clear()
+        self._earlier.clear()
+
+    def check_last_pass(self) -> None:
+        """Check that the last backward pass used all parameters that earlier ones of the step have used.
+
+        Raises:
+            UserError: it did not.
+        """
+        if missing := [name for parameter, name in self._names.items() if parameter in self._earlier - self._used]:
+            raise UserError(f"the loss of the last micro-batch of a step does not depend on {missing[0]}, whose "
+                            "gradient DeepSpeed's optimizer offload would lose", where="Wrapped.backward",
+                            instead="a layout without offload, or accumulation=1")
 
     def unused(self) -> list[nn.Parameter]:
         """Return the parameters that no rank has used since the last call. Collective.
 
         A rank that has used all parameters does not wait for the others.
         """
-        flags = torch.tensor([parameter in self._used for parameter in self._names], dtype=torch.uint8)
-        self._used.clear()
+        used = self._used | self._earlier
+        flags = torch.tensor([parameter in used for parameter in self._names], dtype=torch.uint8)
+        self.clear()
         unused = [parameter for parameter, is_used in zip(self._names, flags.tolist(), strict=True) if not is_used]
         if self._mesh.size("dp", "sp") == 1:
             return unused

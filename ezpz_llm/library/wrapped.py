@@ -195,8 +195,10 @@ class Wrapped:
         self._micro_steps += 1
         if is_last:
             self._engine.show_gradients()
-            if self._use is not None and (unused := self._use.unused()):
-                self._engine.forget(unused)
+            if self._use is not None:
+                if self._engine.layout.zero.offload_optimizer is not None:
+                    self._use.check_last_pass()
+                self._engine.forget(self._use.unused())
         self._gradients.show(is_last)
 
     def _isolated(self, loss: Tensor, stack: ExitStack) -> Tensor:
