@@ -137,12 +137,39 @@ def qwen3() -> nn.Module:
         num_key_value_heads=2, head_dim=8, max_position_embeddings=32, tie_word_embeddings=True))
 
 
+def gpt2() -> nn.Module:
+    """Return a GPT-2 of transformers, for tokens that are bytes, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=257, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+class Lstm(nn.Module):
+    """LSTM language model with two layers and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+        self.head.weight = self.embedding.weight
+        self.layers = nn.LSTM(16, 16, num_layers=2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(tokens))[0])
+
+
 def sequences(generator: torch.Generator, size: int) -> Batch:
     return {"input_ids": torch.randint(40, (size, 12), generator=generator)}
 
 
 def own_loss(model: Any, batch: Batch) -> Tensor:
     return model(**batch, labels=batch["input_ids"]).loss
+
+
+def next_token_loss(model: Any, batch: Batch) -> Tensor:
+    tokens = batch["input_ids"]
+    return cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def vit() -> nn.Module:
@@ -164,5 +191,7 @@ TRAININGS = {
     "unet": Training(UNet, noisy_pictures, noise_loss, eps=3e-2, lr=5e-2),
     "norm": Training(RunningStatistics, pictures, nested_loss, mixes_samples=True),
     "qwen3": Training(qwen3, sequences, own_loss, eps=1e-3),
+    "gpt2": Training(gpt2, sequences, own_loss, eps=1e-3),
+    "lstm": Training(Lstm, sequences, next_token_loss),
     "vit": Training(vit, pictures, picture_loss, eps=1e-3),
 }

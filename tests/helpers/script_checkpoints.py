@@ -59,15 +59,6 @@ class WithExtraState(Odd):
         return {"calls": 1}
 
 
-def gpt2() -> nn.Module:
-    """Return a GPT-2 of transformers, for tokens that are bytes, without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=257, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-
-
 def llama() -> nn.Module:
     """Return a Llama of transformers whose head the script ties, against its configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,9 +78,7 @@ def square(model: Any, batch: Batch) -> Tensor:
     return model(batch["x"]).float().square().mean()
 
 
-OF_TOKENS = TRAININGS["qwen3"]
-MODELS = {**TRAININGS, "frozen": UNUSUAL["frozen"], "gpt2": dataclasses.replace(OF_TOKENS, module=gpt2),
-          "llama": dataclasses.replace(OF_TOKENS, module=llama),
+MODELS = {**TRAININGS, "frozen": UNUSUAL["frozen"], "llama": dataclasses.replace(TRAININGS["qwen3"], module=llama),
           **{kind.__name__: Training(kind, numbers, square) for kind in (Odd, Odder, WithExtraState)}}
 
 
