@@ -115,7 +115,7 @@ def load_checkpoint(model: Models, where: str | Path | None = None) -> dict[str,
 
     Returns:
         The `state` of `save_checkpoint`, with "step" and properties of the run that saved it. None if `where` is
-        not given and this run has no checkpoint.
+        not given and this run has no checkpoint; then metrics of an earlier attempt are renamed.
 
     Raises:
         UserError: `where` has no checkpoint, the model or its optimizer differs, or all checkpoints are damaged; on
@@ -125,6 +125,7 @@ def load_checkpoint(model: Models, where: str | Path | None = None) -> dict[str,
     models = _by_name(model)
     if where is None:
         if not broadcast(run.dist, bool(complete_checkpoints(run.dist.run_dir.checkpoints))):
+            run.start_over()
             return None
         where = run.run_dir
     run_together(run.dist, lambda: _check_path(Path(where)), on_main=True)

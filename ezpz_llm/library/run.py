@@ -34,7 +34,7 @@ from ezpz_llm.observe import (
     summarize,
     wants_color,
 )
-from ezpz_llm.observe.history import PHASES, History, steady_steps, whole_history
+from ezpz_llm.observe.history import PHASES, History, rename_old_metrics, steady_steps, whole_history
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
 from ezpz_llm.rundir.records import read_record
@@ -173,6 +173,17 @@ class Run:
             self.first_step = min(self.first_step, step)
         self.step = step
         self.begin_step()
+
+    def start_over(self) -> None:
+        """Rename the metrics of an earlier attempt, which saved no checkpoint. Collective."""
+        def rename() -> None:
+            """Rename them if there are any."""
+            if self.dist.run_dir.metrics.exists():
+                kept = rename_old_metrics(self.dist.run_dir)
+                print(f"note: the metrics of the earlier attempt are kept as {kept}", file=sys.stderr, flush=True)
+
+        if self.metrics is None:
+            run_together(self.dist, rename, on_main=True)
 
     def flush(self) -> None:
         """Write the buffered lines. Collective."""

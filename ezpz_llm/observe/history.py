@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, pairwise
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from ezpz_llm.base import UserError, as_type, shorten_value
@@ -156,6 +158,13 @@ def check_no_history(run_dir: RunDir) -> None:
         raise UserError(f"the run directory already holds {len(steps)} steps of another run",
                         where=str(run_dir.metrics),
                         instead="choose another --run-dir, or resume from its checkpoint with --resume")
+
+
+def rename_old_metrics(run_dir: RunDir) -> Path:
+    """Rename the metrics of an attempt that saved no checkpoint; return the new path."""
+    path = run_dir.metrics.with_name(f"metrics-before-{time.time():.0f}.jsonl")
+    run_dir.metrics.rename(path)
+    return path
 
 
 def _written_steps(run_dir: RunDir) -> list[int]:

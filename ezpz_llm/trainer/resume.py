@@ -6,7 +6,6 @@ A requeued job runs the same command each time, so this module determines how fa
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,13 +116,6 @@ def _parent_checkpoint(run: RunDir, record: RunRecord) -> str | None:
                         where=f"--resume {run.path}",
                         instead=f"restore {parent}, or start a new run in another --run-dir without --resume")
     return parent
-
-
-def rename_old_metrics(run_dir: RunDir) -> Path:
-    """Rename the metrics of an attempt that saved no checkpoint; return the new path."""
-    path = run_dir.metrics.with_name(f"metrics-before-{time.time():.0f}.jsonl")
-    run_dir.metrics.rename(path)
-    return path
 
 
 def _check_unchanged(given: Options, run: RunDir, record: RunRecord, step: int) -> None:

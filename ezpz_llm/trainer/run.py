@@ -34,6 +34,7 @@ from ezpz_llm.model.document_mask import mask_documents
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking, WallClock
+from ezpz_llm.observe.history import rename_old_metrics
 from ezpz_llm.observe.trackers import parse_trackers
 from ezpz_llm.rundir import ignore_print_errors
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
@@ -49,7 +50,7 @@ from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import SEPARATOR_ADVICE, RunPlan, plan_run, with_tokenizer
 from ezpz_llm.trainer.position import Position
-from ezpz_llm.trainer.resume import ResumePoint, find_resume_point, rename_old_metrics
+from ezpz_llm.trainer.resume import ResumePoint, find_resume_point
 from ezpz_llm.trainer.resume_changes import resume_warning
 from ezpz_llm.trainer.run_data import RunData
 from ezpz_llm.trainer.run_description import describe_run, step_work

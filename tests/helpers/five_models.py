@@ -63,7 +63,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 
 
 def reduced_on_plateau(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    """Return a schedule with state of its own: the best loss, and evaluations since, change later learning rates."""
+    """Return a schedule whose later learning rates depend on its state: the best loss, and evaluations since."""
     return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2, threshold=0.01)
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launch_runs import clean_env, need_mpiexec
 from places import ROOT
 from slowness import scaled
@@ -346,3 +347,19 @@ model.backward(model(torch.full((4, 8), float(run.rank + 1))))
     assert done.returncode != 0
     assert "was computed again after its reduction over ranks had started" in done.stdout + done.stderr
     assert "use_reentrant=False" in done.stdout + done.stderr
+
+
+def test_a_run_starts_over_if_it_was_killed_before_its_first_checkpoint(
+        run: ezpz_llm.Run, capsys: pytest.CaptureFixture[str]):
+    metrics = run.run_dir / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "loss": 8.0}\n')
+    module = torch.nn.Linear(2, 1)
+    model = ezpz_llm.wrap(module, torch.optim.AdamW(module.parameters()))
+    assert ezpz_llm.load_checkpoint(model) is None
+    ezpz_llm.record(1, loss=1.0)
+    assert ezpz_llm.load_checkpoint(model) is None  # keeps this attempt's metrics
+    run.flush()
+    assert [line["loss"] for line in lines_of(run.run_dir)] == [1.0]
+    (old,) = run.run_dir.glob("metrics-before-*.jsonl")
+    assert len(old.read_text().splitlines()) == 2
+    assert f"the metrics of the earlier attempt are kept as {old}" in capsys.readouterr().err
