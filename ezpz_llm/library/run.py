@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError, unknown_name_error
+from ezpz_llm.base import UserError, exit_after_uncaught_exception, unknown_name_error
 from ezpz_llm.dist import Dist, Heartbeat, Mesh
 from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.dist.setup import setup as set_up_rank
@@ -317,6 +317,8 @@ def setup(*, device: str | None = None, run_dir: str | Path | None = None, name:
         dist.ensure_group()
         if dist.owns_group:
             atexit.register(_destroy_gloo_group)
+        if dist.world_size > 1:
+            exit_after_uncaught_exception()
         environment = run_environment(dist)
         if dist.is_main:
             dist.side.update_record(dist.run_dir, environment=environment, config={"log_every": log_every})

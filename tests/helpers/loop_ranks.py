@@ -22,7 +22,7 @@ from torch import Tensor
 from training_loops import LOOPS, PLAN, PlainSession, RankSession
 
 import ezpz_llm
-from ezpz_llm.dist.agreement import all_gather
+from ezpz_llm.dist.agreement import all_gather, broadcast
 from ezpz_llm.engine.gradient_reducer import GradientReducer
 from ezpz_llm.model.parameters import size
 
@@ -103,14 +103,13 @@ def main() -> None:
         sum_gradients()
     run = ezpz_llm.setup(device="cpu", run_dir=Path(folder) / "run")
     if run.is_main:
-        ds_config(layout, precision, Path(folder))
-    torch.distributed.barrier()
+        path = ds_config(layout, precision, Path(folder))
+    path = broadcast(run.dist, path if run.is_main else None)  # written once, since all ranks read it
     signal.signal(signal.SIGALRM, _end)
     results = {}
     for number, name in enumerate(names or LOOPS):
         began = time.monotonic()
-        session = RankSession(run, ds_config(layout, precision, Path(folder)), PLAN if "tp" in layout else None,
-                              100 * number)
+        session = RankSession(run, path, PLAN if "tp" in layout else None, 100 * number)
         signal.alarm(int(scaled(LIMIT_S)))
         try:
             result = result_of(run, name, session)
@@ -119,8 +118,9 @@ def main() -> None:
         results[name] = {**result, "seconds": round(time.monotonic() - began, 2)}
         run.models.clear()
         gc.collect()
-        if run.is_main:
+        if run.is_main or not set(result) <= {"error", "raised"}:
             print(name, results[name], flush=True)
+        if run.is_main:
             (Path(folder) / "results.json").write_text(json.dumps(results, indent=1))
         if "hang" in result:
             break

@@ -1,0 +1,75 @@
+"""Calls that every rank must make, and copies of parameters on tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, need_mpiexec
+from slowness import scaled
+
+_START = """
+import sys, torch, ezpz_llm
+from torch import nn
+from torch.nn.functional import dropout
+run = ezpz_llm.setup(device="cpu", run_dir="run")
+torch.manual_seed(0)
+"""
+ON_ONE_RANK = _START + """
+import ezpz_llm.library.whole_parameters as whole
+whole._PATIENCE_S = 3.0
+model = nn.Linear(4, 4)
+model = ezpz_llm.wrap(model, torch.optim.AdamW(model.parameters()), sys.argv[1])
+if run.is_main:
+    model.state_dict()
+model.backward(model(torch.ones(2, 4)).mean())
+model.step()
+"""
+TENSOR_PARALLEL = _START + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        x = self.first(x)
+        return self.down(self.up(dropout(x, 0.5) if sys.argv[2] == "dropout" else x).relu())
+model = Net()
+model = ezpz_llm.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), sys.argv[1],
+                      tp_plan={"up": "colwise", "down": "rowwise"})
+torch.manual_seed(run.rank)
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+if sys.argv[2] == "samples":
+    x = x + run.rank
+model.backward(model(x).square().mean())
+model.step()
+print("stepped")
+"""
+
+
+def run_ranks(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess:
+    need_mpiexec()
+    (folder / "mine.py").write_text(script)
+    return subprocess.run([shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, "mine.py", *arguments],
+                          cwd=folder, env=clean_env(OMP_NUM_THREADS="1"), capture_output=True, text=True,
+                          timeout=scaled(120), check=False)
+
+
+def test_a_collective_call_on_one_rank_does_not_hang(tmp_path: Path):
+    done = run_ranks(tmp_path, ON_ONE_RANK, "zero3")
+    assert done.returncode != 0
+    assert "model.gathered() was called on rank 0, but not on rank 1" in done.stdout + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["dropout", "samples", "right"])
+def test_copies_of_parameters_are_compared(tmp_path: Path, kind: str):
+    done = run_ranks(tmp_path, TENSOR_PARALLEL, "tp2", kind)
+    if kind == "right":
+        assert done.stdout.count("stepped") == 2, done.stderr
+    else:
+        assert done.returncode != 0
+        assert "different copies after the first step of" in done.stdout + done.stderr
+        assert "first.weight" in done.stdout + done.stderr
