@@ -93,7 +93,8 @@ class ScriptModels:
             if (own := type(self.models[name].optimizer).__name__) != saved:
                 raise UserError(f"the checkpoint has the state of {saved}, not of {own}", where=str(folder),
                                 instead=f"{saved}, or a new training from `ezpz-llm checkpoint export`")
-        self._state.prepare(index, state.numbers, state.optimizer_step)
+        of_trainer = {} if state.optimizers else {"step": float(state.optimizer_step)}
+        self._state.prepare(index, state.numbers, of_trainer)
 
 
 class ScriptTrainingState(EngineState):
@@ -128,12 +129,12 @@ class ScriptTrainingState(EngineState):
         """Names of the parameters that the optimizers do not step."""
         return [prefix + name for prefix, (part, _) in self._parts.items() for name in part.frozen]
 
-    def prepare(self, index: Index, numbers: Mapping[str, Numbers], optimizer_step: int) -> None:
+    def prepare(self, index: Index, numbers: Mapping[str, Numbers], default: Numbers) -> None:
         """Check that the optimizers have the state of a checkpoint, and let `slices` create it.
 
         Args:
-            numbers: single numbers by parameter; empty in a checkpoint of the trainer.
-            optimizer_step: step of all parameters in a checkpoint of the trainer.
+            numbers: single numbers by parameter.
+            default: numbers of the other parameters with state; those of a checkpoint of the trainer.
 
         Raises:
             UserError: an optimizer does not have the state.
@@ -146,8 +147,7 @@ class ScriptTrainingState(EngineState):
             for name in part.shapes.keys() - set(part.frozen) if part.frozen else part.shapes:
                 if (stored := index.parameters.get(prefix + name)) is not None:
                     kinds[name] = [kind for kind in index.kinds if kind != WEIGHT and kind not in stored.without]
-            own = {name: numbers.get(prefix + name, {}) if numbers or not kinds[name]
-                   else {"step": float(optimizer_step)} for name in kinds}
+            own = {name: numbers.get(prefix + name, default if kinds[name] else {}) for name in kinds}
             self._creations.append(access.prepare(part, kinds, own))
 
     def slices(self) -> Iterator[Slice]:
