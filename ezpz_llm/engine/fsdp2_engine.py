@@ -78,6 +78,15 @@ class Fsdp2Engine(TorchEngine):
         rows = [{**group, "params": [self._rows[names[parameter]] for parameter in group["params"]]}
                 for group in groups]
         super().__init__(model, resolved, dist, rows, make)
+        model.register_forward_hook(self._reshard_after_evaluation)
+
+    def _reshard_after_evaluation(self, *_: Any) -> None:
+        """Free the parameters of a script that a pass without gradients leaves gathered.
+
+        Otherwise, what the script writes to them next, or reads of their gradients, would be lost.
+        """
+        if self.may_have_unused and not torch.is_grad_enabled():
+            _reshard(self.module)
 
     def _make_masters(self, model: nn.Module, resolved: Resolved) -> MasterWeights | None:
         return None  # the rows are fp32

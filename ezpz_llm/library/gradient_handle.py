@@ -96,6 +96,9 @@ def _unsupported(handle: GradientHandle, name: str) -> UserError:
 
 def _elementwise(func: Any, name: str, first: GradientHandle, args: Any, kwargs: Any) -> Any:
     """Apply an operation to this rank's elements."""
+    if func._schema.is_mutable and not isinstance(args[0], GradientHandle):
+        raise _unsupported(first, f"{name} of a tensor with the gradient")  # it would change a copy of the tensor
+
     def to_elements(value: Any) -> Any:
         """Replace a handle of the same gradient by its elements."""
         if isinstance(value, GradientHandle):

@@ -62,17 +62,23 @@ class ParameterUse:
                             "gradient DeepSpeed's optimizer offload would lose", where="Wrapped.backward",
                             instead="a layout without offload, or accumulation=1")
 
-    def unused(self) -> list[nn.Parameter]:
+    def unused(self, needs_all_ranks: bool) -> list[nn.Parameter]:
         """Return the parameters that no rank has used since the last call. Collective.
 
         A rank that has used all parameters does not wait for the others.
+
+        Args:
+            needs_all_ranks: True if all ranks must use the same parameters.
+
+        Raises:
+            UserError: no parameter was used, or only other ranks have used a parameter that all ranks must use.
         """
         used = self._used | self._earlier
         flags = torch.tensor([parameter in used for parameter in self._names], dtype=torch.uint8)
         self.clear()
         unused = [parameter for parameter, is_used in zip(self._names, flags.tolist(), strict=True) if not is_used]
         if self._mesh.size("dp", "sp") == 1:
-            return unused
+            return self._some_used(unused)
         flags = flags.to(next(iter(self._names)).device)
         work = torch_dist.all_reduce(flags, torch_dist.ReduceOp.MAX, group=self._mesh.group("dp", "sp"),
                                      async_op=True)
@@ -80,4 +86,16 @@ class ParameterUse:
         if not unused:
             return []
         work.wait()
-        return [parameter for parameter, is_used in zip(self._names, flags.tolist(), strict=True) if not is_used]
+        never = [parameter for parameter, is_used in zip(self._names, flags.tolist(), strict=True) if not is_used]
+        if needs_all_ranks and (elsewhere := [self._names[parameter] for parameter in unused
+                                              if parameter not in set(never)]):
+            raise UserError(f"the losses of other ranks depend on {elsewhere[0]}, that of this rank does not",
+                            where="Wrapped.backward",
+                            instead="ddp, or 0 * output.sum() of unused modules in the loss")
+        return self._some_used(never)
+
+    def _some_used(self, unused: list[nn.Parameter]) -> list[nn.Parameter]:
+        if len(unused) == len(self._names):
+            raise UserError("the loss depends on no parameter of the model", where="Wrapped.backward",
+                            instead="backward of the model that the loss is of")
+        return unused

@@ -22,8 +22,11 @@ class VisibleGradients:
     their gradients are not complete.
     """
 
-    def __init__(self, engine: MicroStepEngine, mesh: Mesh) -> None:
+    def __init__(self, engine: MicroStepEngine, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         self._engine = engine
+        is_sharded = engine.divides_gradients or engine.layout.engine == "fsdp2"
+        self._parts = {tensor: GradientHandle(tensor.detach(), "a part of a parameter", _reject_part, ())
+                       for group in optimizer.param_groups for tensor in group["params"]} if is_sharded else {}
         self._local: dict[Tensor, Tensor] | None = None
         self._handles: dict[nn.Parameter, GradientHandle] = {}
         self._shown: list[nn.Parameter] = []
@@ -43,6 +46,8 @@ class VisibleGradients:
 
     def show(self, is_complete: bool) -> None:
         """Set handles after a backward pass; `is_complete` after the last one of a step."""
+        for part, handle in self._parts.items():
+            part.grad = handle
         if is_complete and not self._uses_handles:
             return
         self._local = dict(self._engine.local_gradients()) if is_complete else None
@@ -74,6 +79,8 @@ class VisibleGradients:
             UserError: the script has replaced a gradient.
         """
         removed = []
+        for part in self._parts:
+            part.grad = None
         for parameter in self._shown:
             handle, gradient = self._handles[parameter], parameter.grad
             parameter.grad = None
@@ -87,11 +94,27 @@ class VisibleGradients:
         self._shown, self._local = [], None
         return removed
 
-    def clear(self) -> None:
-        """Remove the handles."""
+    def clear(self, checks: bool = False) -> None:
+        """Remove the handles.
+
+        Raises:
+            UserError: `checks`, and the script has removed some gradients between backward passes of a step.
+        """
+        for part in self._parts:
+            part.grad = None
         for parameter in self._shown:
+            if checks and parameter.grad is not self._handles[parameter]:
+                raise UserError(f"the gradient of {self._trained[parameter][0]} was removed or replaced between "
+                                "backward passes of a step", where="Wrapped.backward",
+                                instead="model.zero_grad(), or a change between the last backward pass and step")
             parameter.grad = None
         self._shown, self._local = [], None
+
+
+def _reject_part() -> Tensor:
+    """Raise a UserError: ranks have different numbers of parts, so that sums over ranks are impossible."""
+    raise UserError("a gradient in optimizer.param_groups, which has parts of parameters", where="a wrapped model",
+                    instead="model.module.parameters()")
 
 
 def zero_in_place(parameters: list[nn.Parameter]) -> None:

@@ -80,8 +80,8 @@ class Wrapped:
         self._state = engine.training_state()
         # fully_shard has other parameters during a pass. A parameter that no rank uses has no gradient there, too.
         self._use = None if engine.layout.engine == "fsdp2" else ParameterUse(engine.module, run.mesh)
-        self._gradients = VisibleGradients(engine, run.mesh)
-        self._micro_steps = 0
+        self._gradients = VisibleGradients(engine, optimizer, run.mesh)
+        self._micro_steps = self._steps_called = 0
         self._is_first_step = True
         self._is_cleared = False
         self._guard = guard
@@ -124,7 +124,7 @@ class Wrapped:
         """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective.
 
         Raises:
-            UserError: a parameter was unfrozen after `wrap`, or the call is inside of `gathered`.
+            UserError: the call is inside of `gathered`.
         """
         if self._is_whole:
             raise UserError("a call of the model inside of model.gathered()", where="Wrapped",
@@ -133,7 +133,6 @@ class Wrapped:
             outputs = self.module(*inputs, **keywords)
             self._run.leave_out("evaluation")
             return outputs
-        self._check_frozen()
         with self._run.span("forward"):
             return self.module(*inputs, **keywords)
 
@@ -179,8 +178,13 @@ class Wrapped:
             found = f"the shape {tuple(loss.shape)}" if is_tensor else "no gradient"
             raise UserError(f"the loss has {found}", where="Wrapped.backward",
                             instead="a mean over samples, computed from the outputs of model(…) with gradients")
+        self._check_frozen()
+        if self._use is None and any(parameter.grad is not None for parameter in self._trained.values()) and (
+                not self._micro_steps):
+            raise UserError("a parameter has a gradient before the first backward pass of a step",
+                            where="Wrapped.backward", instead="model.backward(loss) instead of loss.backward()")
         is_last = self._micro_steps == self.accumulation - 1
-        self._gradients.clear()
+        self._gradients.clear(checks=True)
         with ExitStack() as stack:
             stack.enter_context(self._run.span("backward"))
             try:
@@ -198,7 +202,7 @@ class Wrapped:
             if self._use is not None:
                 if self._engine.layout.zero.offload_optimizer is not None:
                     self._use.check_last_pass()
-                self._engine.forget(self._use.unused())
+                self._engine.forget(self._use.unused(needs_all_ranks=self._engine.divides_gradients))
         self._gradients.show(is_last)
 
     def _isolated(self, loss: Tensor, stack: ExitStack) -> Tensor:
@@ -219,10 +223,10 @@ class Wrapped:
         inputs = [parameter for parameter in self._trained.values() if parameter.requires_grad]
         return loss.as_subclass(type("Loss", (_Loss,), {"inputs": inputs}))
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients since the last step, and begin the step again. `step` discards them, too."""
         self._clear_gradients()
-        self._micro_steps, self._is_cleared = 0, False
+        self._micro_steps, self._steps_called, self._is_cleared = 0, 0, False
 
     def _clear_gradients(self, set_to_none: bool = True) -> None:
         if not self._micro_steps:
@@ -262,10 +266,15 @@ class Wrapped:
             if not self._micro_steps:
                 raise UserError("step without a backward pass since the last step", where="Wrapped.step",
                                 instead="model.backward(loss) instead of loss.backward()")
+            self._steps_called += 1
+            if self._steps_called != self._micro_steps:
+                raise UserError(f"step after {self._micro_steps} of {self.accumulation} micro-batches",
+                                where="Wrapped.step", instead="model.step() after each model.backward(loss); "
+                                "only the last call of a step updates the weights")
             return None
         self._check_unchanged()
         self._engine.forget(self._gradients.hide())
-        self._micro_steps = 0
+        self._micro_steps = self._steps_called = 0
         if self._is_cleared:
             self._is_cleared = False
             return torch.zeros((), device=self._run.device)
@@ -321,8 +330,11 @@ class Wrapped:
             return {name: value.detach().cpu().clone() if isinstance(value, Tensor) else value
                     for name, value in self.module.state_dict().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Load whole parameters and buffers, as `torch.nn.Module.load_state_dict` does. Collective.
+
+        Returns:
+            The missing and the unexpected names.
 
         Raises:
             UserError: another rank does not call it, or a name or a shape differs.
@@ -340,6 +352,7 @@ class Wrapped:
                                         f"{tuple(own[name].shape)}", where="load_state_dict",
                                         instead="the state dict of such a model")
                     own[name].copy_(state[name])
+        return sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
 
     def train(self, mode: bool = True) -> Wrapped:
         """Set the model to training mode, or evaluation mode if `mode` is False."""
@@ -378,7 +391,7 @@ class _Loss(Tensor):
             torch.autograd.backward(self.as_subclass(Tensor), gradient, retain_graph, create_graph,
                                     inputs=self.inputs)
         except RuntimeError as error:
-            if "not compatible with .grad()" not in str(error):
+            if "compatible with .grad()" not in str(error):
                 raise
             raise UserError("reentrant gradient checkpointing with several wrapped models",
                             where="Wrapped.backward",

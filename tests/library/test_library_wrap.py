@@ -154,7 +154,7 @@ MISTAKES = {
     "model.table = torch.nn.Parameter(torch.arange(4), requires_grad=False); "
     "wrap(model, adamw([model.weight, model.bias]))": "the parameter table has the dtype int64",
     "model.weight.requires_grad_(False); w = wrap(model, adamw([model.bias])); model.weight.requires_grad_(); "
-    "w(torch.ones(2))": "the parameter weight was unfrozen after wrap",
+    "w.backward(w(torch.ones(2)).sum())": "the parameter weight was unfrozen after wrap",
     "model.forward = lambda x: {1}; model = torch.nn.Sequential(torch.nn.ModuleList([model])); "
     "model.forward = lambda x: model[0][0](x); wrap(model, adamw(model.parameters()), 'fsdp2')(torch.ones(2))":
         "0.0 returns a set, in which fully_shard finds no tensor",
