@@ -28,7 +28,6 @@ from ezpz_llm.checkpoint.script_model import prefix_of
 from ezpz_llm.checkpoint.state import State, read_state
 from ezpz_llm.evaluate.model import SOURCE_HELP
 from ezpz_llm.hf.source import Source, fetch, find_folder, script_state, source_in
-from ezpz_llm.hf.weight_files import TensorFiles
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes
 from ezpz_llm.rundir import RunDir
 
@@ -130,6 +129,8 @@ def _facts(source: Source) -> dict[str, Any]:
 def _script_facts(folder: Path, state: State) -> dict[str, Any]:
     """Return the contents of a script's checkpoint, as printed by --json."""
     index = read_index(folder)
+    from ezpz_llm.hf.weight_files import TensorFiles  # needs the extra `train`
+
     with TensorFiles(folder, "numpy") as files:
         stored = list(files.open(shard_name(0)).keys())
     models = {}

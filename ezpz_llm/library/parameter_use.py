@@ -51,6 +51,16 @@ class ParameterUse:
         self._used.clear()
         self._earlier.clear()
 
+    def check_pass(self) -> None:
+        """Check that the last backward pass reached a parameter.
+
+        Raises:
+            UserError: it did not.
+        """
+        if not self._used:
+            raise UserError("the loss depends on no parameter of the model", where="Wrapped.backward",
+                            instead="backward of the model that the loss is of")
+
     def check_last_pass(self) -> None:
         """Check that the last backward pass used all parameters that earlier ones of the step have used.
 
@@ -71,14 +81,14 @@ class ParameterUse:
             needs_all_ranks: True if all ranks must use the same parameters.
 
         Raises:
-            UserError: no parameter was used, or only other ranks have used a parameter that all ranks must use.
+            UserError: only other ranks have used a parameter that all ranks must use.
         """
         used = self._used | self._earlier
         flags = torch.tensor([parameter in used for parameter in self._names], dtype=torch.uint8)
         self.clear()
         unused = [parameter for parameter, is_used in zip(self._names, flags.tolist(), strict=True) if not is_used]
         if self._mesh.size("dp", "sp") == 1:
-            return self._some_used(unused)
+            return unused
         flags = flags.to(next(iter(self._names)).device)
         work = torch_dist.all_reduce(flags, torch_dist.ReduceOp.MAX, group=self._mesh.group("dp", "sp"),
                                      async_op=True)
@@ -92,10 +102,4 @@ class ParameterUse:
             raise UserError(f"the losses of other ranks depend on {elsewhere[0]}, that of this rank does not",
                             where="Wrapped.backward",
                             instead="ddp, or 0 * output.sum() of unused modules in the loss")
-        return self._some_used(never)
-
-    def _some_used(self, unused: list[nn.Parameter]) -> list[nn.Parameter]:
-        if len(unused) == len(self._names):
-            raise UserError("the loss depends on no parameter of the model", where="Wrapped.backward",
-                            instead="backward of the model that the loss is of")
-        return unused
+        return never

@@ -189,6 +189,10 @@ class Wrapped:
             stack.enter_context(self._run.span("backward"))
             try:
                 self._engine.backward(self._isolated(loss.float(), stack), is_last, retain_graph)
+            except IndexError:  # of ZeRO, if there is no gradient to reduce
+                if self._use is not None:
+                    self._use.check_pass()
+                raise
             except RuntimeError as error:
                 if not any(text in str(error) for text in _OF_FREED_VALUES):
                     raise
@@ -196,6 +200,8 @@ class Wrapped:
                                 "loss has a gradient of a gradient, or shares outputs with an earlier loss",
                                 where=f"layout {self._engine.layout.name}",
                                 instead="ddp, zero1 or zero2; or the sum of the losses") from error
+        if self._use is not None:
+            self._use.check_pass()
         self._micro_steps += 1
         if is_last:
             self._engine.show_gradients()

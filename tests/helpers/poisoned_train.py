@@ -28,9 +28,10 @@ def poisoned(inner: Callable[..., Any], first: int, last: int, rank: int | None 
 
     def forward(self, *inputs, **named):
         loss = inner(self, *inputs, **named)
-        calls[0] += self.training
+        is_counted = self.training and not loss.is_meta  # FLOPs are counted on the meta device
+        calls[0] += is_counted
         is_on_rank = rank is None or rank == torch.distributed.get_rank()
-        if not self.training or not first <= calls[0] <= last or not is_on_rank:
+        if not is_counted or not first <= calls[0] <= last or not is_on_rank:
             return loss
         return loss + add if add else loss * float("nan")
 

@@ -486,6 +486,62 @@ def gradients_discarded(session: Session) -> Any:
     return model
 
 
+@loop(right=True)
+def clipping_after_evaluation(session: Session) -> Any:
+    net = made()
+    model = session.wrap(net, sgd(net))
+    for number in range(4):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model(x), y))
+        with torch.no_grad():
+            model(x)
+        nn.utils.clip_grad_norm_(model.module.parameters(), 0.05)
+        model.step()
+    return model
+
+
+@loop(right=False)
+def clipping_by_parameter_groups(session: Session) -> Any:
+    net = made()
+    model = session.wrap(net, sgd(net))
+    for number in range(3):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model(x), y))
+        nn.utils.clip_grad_norm_([parameter for group in model.optimizer.param_groups
+                                  for parameter in group["params"]], 0.05)
+        model.step()
+    return model
+
+
+@loop(right=False)
+def step_after_a_part_of_an_accumulation(session: Session) -> Any:
+    """An epoch of three micro-batches, with steps of two: at each second one and at the end of the epoch."""
+    net = made()
+    model = session.wrap(net, sgd(net), accumulation=4)
+    for number in range(6):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model(x), y))
+        if number == 3:
+            model.step()
+    model._micro_steps = model._accumulation if isinstance(model, PlainModel) else model._micro_steps
+    model.step()
+    return model
+
+
+@loop(right=False)
+def gradients_removed_between_micro_steps(session: Session) -> Any:
+    net = made()
+    model = session.wrap(net, sgd(net), accumulation=2)
+    for number in range(4):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model(x), y))
+        if number % 2 == 0:
+            for parameter in model.module.blocks[0].parameters():
+                parameter.grad = None
+        model.step()
+    return model
+
+
 # Two models
 
 def _discriminator() -> nn.Module:
@@ -520,6 +576,16 @@ def gan(session: Session) -> Any:
 @loop(right=True)
 def gan_with_frozen_critic(session: Session) -> Any:
     return _gan(session, freezes=True, clears=False)
+
+
+@loop(right=False)
+def backward_of_the_wrong_model(session: Session) -> Any:
+    first, second = made(), made(seed=1)
+    models = session.wrap(first, sgd(first)), session.wrap(second, sgd(second))
+    x, y = session.batch(0)
+    models[0].backward(mse_loss(models[1](x), y))
+    models[0].step()
+    return models
 
 
 @loop(right=True)
@@ -575,6 +641,34 @@ def weight_clipping(session: Session) -> Any:
         for parameter in model.module.parameters():
             parameter.data.clamp_(-0.2, 0.2)
     train(session, model, range(8, 9))
+    return model
+
+
+@loop(right=False)
+def weight_clipping_after_evaluation(session: Session) -> Any:
+    net = made()
+    model = session.wrap(net, sgd(net))
+    for number in range(4):
+        train(session, model, range(number, number + 1))
+        with torch.no_grad():
+            model(session.batch(9)[0])
+        for parameter in model.module.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+    train(session, model, range(8, 9))
+    return model
+
+
+@loop(right=False)
+def own_step_on_weights(session: Session) -> Any:
+    """A step of SGD by hand, on weights and gradients of the module."""
+    net = made()
+    model = session.wrap(net, sgd(net))
+    for number in range(3):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model(x), y))
+        for parameter in model.module.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+        model.zero_grad()
     return model
 
 
@@ -675,6 +769,19 @@ def unfrozen_after_wrap(session: Session) -> Any:
     train(session, model, range(2))
     model.module.blocks.requires_grad_(True)
     train(session, model, range(2, 4))
+    return model
+
+
+@loop(right=False)
+def unfrozen_and_called_by_module(session: Session) -> Any:
+    net = made()
+    net.blocks.requires_grad_(False)
+    model = session.wrap(net, sgd(net))
+    model.module.blocks.requires_grad_(True)
+    for number in range(3):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model.module(x), y))
+        model.step()
     return model
 
 
