@@ -52,8 +52,7 @@ def save_checkpoint(model: Models, step: int, **state: Any) -> Path:
         _check_step(step)
         _check_between_steps(models, "ezpz_llm.save_checkpoint")
         for saved in models.values():
-            if (access := access_of(saved.optimizer)) is not None:
-                access.check_supported()
+            access_of(saved.optimizer).check_supported()
         own = {id(saved) for saved in models.values()}
         if any(id(saved) not in own for saved in _SAVED.get(int(step), ())):
             raise UserError(f"another model was saved at step {int(step)}", where="ezpz_llm.save_checkpoint",

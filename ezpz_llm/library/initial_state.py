@@ -59,9 +59,6 @@ def check_parameters(model: nn.Module, layout: Layout) -> None:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise UserError(f"the parameter {name} has the dtype {dtype}, but layouts convert parameters to "
                             "floating point", where=_WHERE, instead="a buffer (register_buffer)")
-        if not parameter.requires_grad and layout.zero.offload_param == "nvme":
-            raise UserError(f"the parameter {name} is frozen, which the layout {layout.name} does not support",
-                            where=_WHERE, instead="zero3_offload_all, which keeps parameters in memory")
         if layout.engine != "ddp" and not parameter.dim():
             raise UserError(f"the parameter {name} is a scalar, which the layout {layout.name} does not support",
                             where=_WHERE, instead="reshape it to (1,), or use ddp")

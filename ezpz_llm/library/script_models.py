@@ -115,8 +115,7 @@ class ScriptTrainingState(EngineState):
         self._creations: list[Callable[[], None]] = []
         for prefix, (part, access) in self._parts.items():
             part.adopt_parameters()
-            if access is not None:
-                self.numbers |= {prefix + name: numbers for name, numbers in access.collect(part, dist).items()}
+            self.numbers |= {prefix + name: numbers for name, numbers in access.collect(part, dist).items()}
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
@@ -141,8 +140,6 @@ class ScriptTrainingState(EngineState):
         """
         self._creations = []
         for prefix, (part, access) in self._parts.items():
-            if access is None:
-                continue
             kinds: dict[str, list[str]] = {}
             for name in part.shapes.keys() - set(part.frozen) if part.frozen else part.shapes:
                 if (stored := index.parameters.get(prefix + name)) is not None:
@@ -180,17 +177,13 @@ class ScriptTrainingState(EngineState):
 
     def loaded(self, optimizer_step: int) -> None:
         """Update the engines after slices were loaded. Collective."""
-        for part, access in self._parts.values():
-            if access is None:
-                part.loaded(optimizer_step)
-            else:  # each parameter has its own step count
-                part.refresh()
+        for part, _ in self._parts.values():
+            part.refresh()  # each parameter has its own step count
 
 
-def access_of(optimizer: torch.optim.Optimizer) -> ScriptState | None:
-    """Return the access to state per parameter; None for optimizers whose state is in files."""
-    access = getattr(optimizer, "ezpz_state", None)
-    return access if isinstance(access, ScriptState) else None
+def access_of(optimizer: torch.optim.Optimizer) -> ScriptState:
+    """Return the access to the state of a wrapped model's optimizer, which `wrap` has set."""
+    return optimizer.ezpz_state
 
 
 def _named(models: Mapping[str, object]) -> str:

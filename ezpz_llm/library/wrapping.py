@@ -93,9 +93,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
         """Give the script's optimizer the layout's parameters."""
         for user_group, group in zip(optimizer.param_groups, groups, strict=True):
             user_group["params"] = group["params"]
-        if resolved.layout.zero.stage and not uses_nvme(resolved.layout):
-            return SlicedOptimizer(optimizer, groups)
-        return optimizer
+        return SlicedOptimizer(optimizer, groups) if resolved.layout.zero.stage else optimizer
 
     guard = StepGuard(optimizer)
     modes = {module: module.training for module in model.modules()}
@@ -157,10 +155,12 @@ def _check_layout(resolved: Resolved, run: Run, plan: Mapping[str, str]) -> None
     unsupported = [f"{name} {degree}" for name in ("pp", "sp") if (degree := getattr(layout, name)) > 1]
     if layout.zero.tiled:
         unsupported.append("tiled")
+    if uses_nvme(layout):  # the optimizer steps slices of partitions, which must stay in memory
+        unsupported.append("offload to files")
     if unsupported:
         raise UserError(f"layout {layout.name} has {', '.join(unsupported)}, which is supported only for the "
                         "trainer's models", where=_WHERE,
-                        instead="ddp, fsdp2, zero0 to zero3, hpZ or offload")
+                        instead="ddp, fsdp2, zero0 to zero3, hpZ or offload to CPU memory")
     if layout.tp > 1 and not plan:
         raise UserError(f"layout {layout.name} has tp {layout.tp}, but this model has no plan for sharding its "
                         "layers", where=_WHERE,

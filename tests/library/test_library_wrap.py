@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch_runs import clean_env, need_mpiexec
 from places import TESTS
 from rank_jobs import results_of
 from slowness import scaled
+
+from ezpz_llm.base import UserError
+from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.library import wrapping
 
 KINDS = ("mlp", "unet", "norm", "qwen3", "vit")
 LAYOUTS = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3_offload_optimizer", "zero3_offload_all")
@@ -208,3 +214,11 @@ def test_mistakes(tmp_path: Path):
     for line, (code, expected) in zip(lines, MISTAKES.items(), strict=True):
         assert expected in line, code
         assert not line.endswith("None"), code
+
+
+def test_offload_to_files_is_rejected():
+    """The check precedes everything that needs DeepSpeed's compiled ops."""
+    resolved = resolve(Request("zero3", world_size=1, precision="fp32", device="cpu"))
+    in_files = dataclasses.replace(resolved, layout=resolved.layout.with_zero(offload_param="nvme"))
+    with pytest.raises(UserError, match="offload to files, which is supported only for the trainer's models"):
+        wrapping._check_layout(in_files, SimpleNamespace(models=[]), {})
