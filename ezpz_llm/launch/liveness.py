@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from ezpz_llm.base import group_by_key, system_text
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, WRONG_WORLD
-from ezpz_llm.launch.failures.log_patterns import LogMatch, read_matches
+from ezpz_llm.launch.failures.log_patterns import LogMatch, read_messages
+from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.hostlist import fold_numbers, fold_rank_places, rank_ranges
 from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.node.processes import marked_processes
@@ -314,23 +315,22 @@ _NAMED_EVERY_S = 30.0
 _START_ERROR_DELAY_S = 2.0
 """Delay from a launcher's error message to the end of the run: a rank may still start, or more nodes may fail."""
 _MAX_BYTES = 1 << 18
-"""Limit on reading the launcher's log, which also has rank 0's standard error."""
+"""Limit on reading the launcher's log."""
 
 
 class StartMonitor:
     """Monitor of the start of a run: which ranks are missing, and for how long (see `HeartbeatMonitor.missing`).
 
     Args:
-        hosts: node of each expected rank.
+        facts: facts about the run before its end.
         limit_s: time limit for the start of all ranks; None for no limit.
         named_after_s: time of the first message that names missing ranks.
     """
 
-    def __init__(self, hosts: Mapping[int, str], run_dir: RunDir, limit_s: float | None,
+    def __init__(self, facts: RunFacts, run_dir: RunDir, limit_s: float | None,
                  named_after_s: float = _NAMED_AFTER_S) -> None:
-        self._world_size = len(hosts)
+        self._facts = facts
         self._log = run_dir.launcher_log
-        self._log_of_rank_0 = run_dir.rank_log(0)
         self._limit_s = limit_s
         self._named_after_s = named_after_s
         self._named_ranks: frozenset[int] = frozenset()
@@ -343,12 +343,12 @@ class StartMonitor:
         """Return a message about the `missing` ranks after `waited_s` seconds, or None if nothing has changed."""
         if not missing and self._named_ranks:
             self._named_ranks = frozenset()
-            return f"all {self._world_size} ranks have started, the last after {waited_s:.0f} s"
+            return f"all {self._facts.world_size} ranks have started, the last after {waited_s:.0f} s"
         if not missing or waited_s < self._name_at or self._named_ranks == missing.keys():
             return None
         self._named_ranks, self._name_at = frozenset(missing), waited_s + _NAMED_EVERY_S
         ended = f"; launch ends the run after {self._limit_s:.0f} s (--start-timeout)" if self._limit_s else ""
-        return (f"{len(missing)} of {self._world_size} ranks have not started after {waited_s:.0f} s: "
+        return (f"{len(missing)} of {self._facts.world_size} ranks have not started after {waited_s:.0f} s: "
                 f"{fold_rank_places(missing)}{ended}")
 
     def stop_reason(self, missing: Mapping[int, str], waited_s: float) -> Stop | None:
@@ -366,10 +366,7 @@ class StartMonitor:
         return None
 
     def _find_start_error(self, missing: Mapping[int, str]) -> LogMatch | None:
-        """Return the launcher's error message about a rank that has not started.
-
-        A line that is also in rank 0's log is from its program, whose standard error is in both logs.
-        """
+        """Return the launcher's error message about a rank that has not started."""
         try:
             size = self._log.stat().st_size
         except OSError:
@@ -377,9 +374,7 @@ class StartMonitor:
         if size == self._read_bytes or self._read_bytes >= _MAX_BYTES:
             return None
         self._read_bytes = size
-        rank_0 = " ".join(system_text(self._log_of_rank_0, most=_MAX_BYTES).split())
-        matches = [match for match in read_matches(system_text(self._log, most=_MAX_BYTES))
-                   if match.text not in rank_0]
+        matches = read_messages(system_text(self._log, most=_MAX_BYTES), self._facts)
         not_started = [match for match in matches if match.kind in (NOT_STARTED, WRONG_WORLD)]
         ended = [match for match in matches if match.kind == log_kinds.ENDED and missing.keys() & set(match.ranks)]
         return next(iter((*not_started, *ended)), None)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import IO, BinaryIO, cast
 
 from ezpz_llm.base import escape_control_characters
+from ezpz_llm.launch.program_output import MarkReader
 from ezpz_llm.rundir import RunDir, private_opener
 
 
@@ -71,7 +72,10 @@ _POLL_S = 0.05
 
 
 class Relay:
-    """Relay of the launcher's standard output and standard error to the console; standard error is also logged."""
+    """Relay of the launcher's standard output and standard error to the console.
+
+    The launcher's own lines on standard error, which no rank has printed, are also logged.
+    """
 
     def __init__(self, launcher: subprocess.Popen[bytes], run_dir: RunDir) -> None:
         self._log = log = os.fdopen(
@@ -129,6 +133,7 @@ class _Stream:
     def __init__(self, source: int, console: int, log: BinaryIO | None, on_closed: Callable[[str], None]) -> None:
         self.is_within_a_line = False
         self._source, self._console, self._log, self._on_closed = source, console, log, on_closed
+        self._marks = MarkReader()
         self._pieces: deque[bytes] = deque()
         self._bytes = 0
         self._maximum_bytes: float = _MAX_PENDING_BYTES
@@ -166,17 +171,22 @@ class _Stream:
     def _read(self) -> None:
         while data := os.read(self._source, _PIECE_BYTES):
             if self._log is not None:
+                data, of_launcher = self._marks.split(data)
                 with contextlib.suppress(OSError):
                     # A full disk must not stop the console output.
-                    self._log.write(data)
-            with self._changed:
-                while self._bytes > self._maximum_bytes and not self._is_dropping:
-                    self._changed.wait()
-                if self._bytes <= self._maximum_bytes:
-                    self._pieces.append(data)
-                    self._bytes += len(data)
-                    self._changed.notify_all()
+                    self._log.write(of_launcher)
+            self._show(data)
+        self._show(self._marks.rest())
         self._mark_ended()
+
+    def _show(self, data: bytes) -> None:
+        with self._changed:
+            while self._bytes > self._maximum_bytes and not self._is_dropping:
+                self._changed.wait()
+            if self._bytes <= self._maximum_bytes:
+                self._pieces.append(data)
+                self._bytes += len(data)
+                self._changed.notify_all()
 
     def _write(self) -> None:
         while True:

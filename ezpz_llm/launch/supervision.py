@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.base import UserError, count_noun, shorten_value
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.failures.differences import describe_blocking_rank
-from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
+from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of, tail_text
 from ezpz_llm.launch.failures.run_facts import Postmortem, RunFacts, read_failures
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, StartMonitor, find_silent_ranks
@@ -118,7 +119,11 @@ class _Supervisor:
         self.relay = Relay(launcher, plan.run_dir)
         hosts = {place.rank: place.host for place in plan.ranks}
         self.life = HeartbeatMonitor(plan.run_dir, plan.run_id, hosts, self.started)
-        self.start_monitor = StartMonitor(hosts, plan.run_dir, start_limit_s)
+        self.facts = RunFacts(
+            world_size=len(plan.ranks), hosts=tuple(place.host for place in plan.ranks),
+            launcher=plan.launcher.kind, launcher_status=None, ended=float("inf"), ends_at=plan.allocation.ends_at,
+            started=time.time(), scheduler=plan.allocation.scheduler, job_id=plan.allocation.job_id)
+        self.start_monitor = StartMonitor(self.facts, plan.run_dir, start_limit_s)
         self.teardown = Teardown(plan, launcher, self.life)
         self.warned: set[str] = set()
         self.first_ended_at: float | None = None
@@ -148,13 +153,11 @@ class _Supervisor:
         self.teardown.clear()
         self.relay.read_rest()
         if stopped is not None and stopped.kind == "signal" and (scheduler := scheduler_here(os.environ)):
-            since = time.time() - time.monotonic() + self.started
-            self.relay.append_to_log(scheduler.cancellations(os.environ, since))
-        facts = RunFacts(
-            world_size=len(self.plan.ranks), hosts=tuple(place.host for place in self.plan.ranks),
-            launcher=self.plan.launcher.kind, launcher_status=self.launcher.returncode, ended=ended_at,
-            stopped=stopped, failed_before_stop=failed, ended_before_stop=ended_well,
-            ends_at=self.plan.allocation.ends_at)
+            # They come from the job's output file, which may have the ranks' lines too.
+            self.relay.append_to_log("".join(f"{line}\n" for line in scheduler.cancellations(os.environ)
+                                             if not self._has_printed(line)))
+        facts = replace(self.facts, launcher_status=self.launcher.returncode, ended=ended_at, stopped=stopped,
+                        failed_before_stop=failed, ended_before_stop=ended_well)
         try:
             settings = {name: setting.value for name, setting in self.plan.env.items()}
             ended = postmortem_of(self.plan.run_dir, facts, settings)
@@ -178,6 +181,10 @@ class _Supervisor:
         """Return True for a training run that has reached its first step: on SIGTERM, it saves a checkpoint."""
         return self.plan.target.module in _SAVES_AT_SIGTERM and any(
             entry.step is not None for report in self.life.nodes for entry in report.ranks.values())
+
+    def _has_printed(self, line: str) -> bool:
+        """Return True if a rank has printed this line."""
+        return any(line in tail_text(log) for log in self.plan.run_dir.rank_log(0).parent.glob("rank*.log"))
 
     def _has_shown(self, rank: int | None) -> bool:
         """Return True if the console that shows launch's messages has also shown the output of `rank`."""

@@ -157,7 +157,8 @@ def check_no_history(run_dir: RunDir) -> None:
     if steps := _written_steps(run_dir):
         raise UserError(f"the run directory already holds {len(steps)} steps of another run",
                         where=str(run_dir.metrics),
-                        instead="choose another --run-dir, or resume from its checkpoint with --resume")
+                        instead="choose another --run-dir, or continue from its checkpoint (ezpz_llm.train --resume"
+                                " auto; a script: ezpz_llm.load_checkpoint)")
 
 
 def rename_old_metrics(run_dir: RunDir) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from slowness import scaled
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.classify import classify
 from ezpz_llm.launch.failures.kinds import Kind
-from ezpz_llm.launch.failures.log_patterns import read_matches
+from ezpz_llm.launch.failures.log_patterns import LogMatch, read_abort, read_messages
 from ezpz_llm.launch.failures.postmortem import postmortem_of
 from ezpz_llm.launch.failures.recorded_exit import exit_record, facts_from
 from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
@@ -46,9 +47,13 @@ def _facts(**changes: object) -> RunFacts:
                        "launcher_status": 143, "ended": 1000.0, **changes})
 
 
+def _messages(text: str, **facts: object) -> list[LogMatch]:
+    return read_messages(text, _facts(**{"hosts": ("n1", "n2", "n3", "n4"), **facts}))
+
+
 def _judge(*failures: Failure, words: str = "", absent: tuple[int, ...] = (), **facts: object) -> Verdict | None:
-    return find_root_cause(Evidence(tuple(sorted(failures, key=lambda one: one.ended)), tuple(read_matches(words)),
-                                    _facts(**facts), absent))
+    in_order = tuple(sorted(failures, key=lambda one: one.ended))
+    return find_root_cause(Evidence(in_order, tuple(_messages(words, **facts)), _facts(**facts), absent))
 
 
 
@@ -124,13 +129,13 @@ def test_kinds_from_codes_and_signals() -> None:
 
 
 
-def _means(text: str) -> list[tuple[str, str]]:
-    return [(match.source, match.kind) for match in read_matches(text)]
+def _means(text: str, **facts: object) -> list[tuple[str, str]]:
+    return [(match.source, match.kind) for match in _messages(text, **facts)]
 
 
 def test_slurms_words() -> None:
     blocks = _captured("slurm/srun_exit_codes.txt").split("=== ")[1:]
-    endings = [[(match.host, match.ranks, match.code) for match in read_matches(block)
+    endings = [[(match.host, match.ranks, match.code) for match in _messages(block)
                 if match.kind == log_kinds.ENDED] for block in blocks]
     assert endings[0] == []
     assert endings[1] == [("n2", (3,), 7)]
@@ -139,15 +144,15 @@ def test_slurms_words() -> None:
     assert endings[7] == [("n2", (3,), 139)]
     assert endings[10] == [("n2", (2, 3), 2), ("n1", (0, 1), 2)]
     # A step that srun itself ends was not cancelled by a user.
-    assert all(match.kind != log_kinds.CANCELLED for block in blocks for match in read_matches(block))
+    assert all(match.kind != log_kinds.CANCELLED for block in blocks for match in _messages(block))
     assert ("Slurm", log_kinds.NOT_STARTED) in _means(blocks[10])
     assert ("Slurm", log_kinds.NOT_STARTED) in _means(blocks[11])
     assert _means(_captured("slurm/time_limit.txt")) == [("Slurm", log_kinds.TIME_LIMIT)] * 2
     first, _, second = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")
-    lost = read_matches(first)
-    assert {match.kind for match in lost} == {log_kinds.NODE_FAILED, log_kinds.ENDED}
+    lost = _messages(first)
+    assert {match.kind for match in lost} == {log_kinds.NODE_FAILED, log_kinds.ENDED, log_kinds.STEP_ENDED}
     assert lost[0].host == "n2"
-    assert log_kinds.CANCELLED in {match.kind for match in read_matches(second)}
+    assert log_kinds.CANCELLED in {match.kind for match in _messages(second)}
     # Written by hand after Slurm's sources and documentation.
     for words, means in (
         ("slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***",
@@ -171,12 +176,15 @@ def test_slurms_words() -> None:
 
 
 def test_words_of_pbs_and_pals() -> None:
-    assert _means(_captured("pbs/walltime_kill.txt")) == [("PBS", log_kinds.TIME_LIMIT)]
+    killed = _means(_captured("pbs/walltime_kill.txt"), launcher="mpiexec", scheduler="pbs")
+    assert killed == [("PBS", log_kinds.TIME_LIMIT)]
     # No output of PALS was captured: written by hand after its messages in public issues.
-    pals = read_matches("x1c0s0b0n0: rank 7 exited with code 3\nx1c0s0b0n0: rank 14 died from signal 15\n"
-                        "x2c0s0b0n0: shepherd died from signal 9\nping RPC timeout from x3c0s0b0n0 after 120s\n"
-                        "ping failed on x4c0s0b0n0: Couldn't forward RPC ping(1)\n"
-                        "launch failed on x5c0s0b0n0: Couldn't forward RPC launch(1)\n")
+    hosts = tuple(f"x{number}c0s0b0n0" for number in range(1, 6))
+    pals = _messages("x1c0s0b0n0: rank 7 exited with code 3\nx1c0s0b0n0: rank 14 died from signal 15\n"
+                     "x2c0s0b0n0: shepherd died from signal 9\nping RPC timeout from x3c0s0b0n0 after 120s\n"
+                     "ping failed on x4c0s0b0n0: Couldn't forward RPC ping(1)\n"
+                     "launch failed on x5c0s0b0n0: Couldn't forward RPC launch(1)\n",
+                     launcher="mpiexec", hosts=hosts)
     assert [(match.kind, match.host, match.ranks, match.code) for match in pals] == [
         (log_kinds.ENDED, "x1c0s0b0n0", (7,), 3), (log_kinds.ENDED, "x1c0s0b0n0", (14,), 143),
         (log_kinds.NODE_FAILED, "x2c0s0b0n0", (), None), (log_kinds.NODE_FAILED, "x3c0s0b0n0", (), None),
@@ -188,7 +196,7 @@ def test_words_of_mpiexec_and_torchrun() -> None:
     for block in _captured("mpi/exit_codes.txt").split("=== ")[1:]:
         title, _, text = block.partition("\n")
         endings[title.split(": rc=")[0].replace(": 4 ranks", "")] = [
-            (match.source, match.ranks, match.host, match.code) for match in read_matches(text)
+            (match.source, match.ranks, match.host, match.code) for match in _messages(text, launcher="mpiexec")
             if match.kind == log_kinds.ENDED]
     assert endings["mpich-5.0.2: rank 2 exits 7, the others sleep 5 s"] == []
     assert endings["mpich-5.0.2: rank 2 kills itself with SIGKILL"] == [("MPICH", (), "n1", 137)]
@@ -198,12 +206,12 @@ def test_words_of_mpiexec_and_torchrun() -> None:
     for name in ("mpich-5.0.2", "intelmpi-2021.18", "openmpi-5.0.11"):
         [block] = [section for section in _captured("mpi/exit_codes.txt").split("=== ")
                    if section.startswith(f"{name}: missing executable")]
-        assert ("mpiexec", log_kinds.NOT_STARTED) in _means(block), name
+        assert ("mpiexec", log_kinds.NOT_STARTED) in _means(block, launcher="mpiexec"), name
     for block, code in zip(_captured("mpi/torchrun_child_failed.txt").split("=== ")[1:], (7, 137), strict=True):
         assert [(match.source, match.ranks, match.code)
-                for match in read_matches(block)] == [("torchrun", (1,), code)]
-    [abort] = read_matches("Abort(5) on node 1 (rank 1 in comm 0): application called "
-                           "MPI_Abort(MPI_COMM_WORLD, 5) - process 1")
+                for match in _messages(block, launcher="torchrun")] == [("torchrun", (1,), code)]
+    [abort] = read_abort("Abort(5) on node 1 (rank 1 in comm 0): application called "
+                         "MPI_Abort(MPI_COMM_WORLD, 5) - process 1", 1)
     assert (abort.kind, abort.ranks, abort.code) == (log_kinds.ABORTED, (1,), 5)
 
 
@@ -310,8 +318,8 @@ def test_no_record_at_all() -> None:
     abort = "application called MPI_Abort(MPI_COMM_WORLD, 5) - process 1\n"
     assert _judge(words=abort, launcher_status=5) == Verdict(5, Kind.EXIT, abort.strip(), 1)
     missing = _captured("mpi/exit_codes.txt").split("mpich-5.0.2: missing executable")[1].split("===")[0]
-    assert (_judge(words=missing, launcher_status=255).kind, _judge(words=missing, launcher_status=255).code) == (
-        Kind.NOT_STARTED, 3)
+    verdict = _judge(words=missing, launcher_status=255, launcher="mpiexec")
+    assert (verdict.kind, verdict.code) == (Kind.NOT_STARTED, 3)
     assert _judge(launcher_status=-9) == Verdict(137, Kind.LAUNCHER,
                                                  "srun ended with code 137 (SIGKILL), and no rank left a record")
     assert _judge(launcher_status=None).evidence == "launch itself was killed, and its ranks with it"
@@ -418,6 +426,28 @@ def test_every_run_with_a_checkpoint_says_how_to_resume(tmp_path: Path) -> None:
     killed = postmortem_of(run_dir, _facts(launcher_status=None))
     assert "launch itself was killed" in killed.text
     assert killed.text.splitlines()[-1] == resume
+
+
+@pytest.mark.parametrize(("typed", "again"), [
+    ("launch -n 4 python3 train.py --lr 1", "launch --run-dir RUN -n 4 python3 train.py --lr 1"),
+    ("launch --run-dir old -- ./train --resume x", "launch --run-dir RUN -- ./train --resume x"),
+    ("launch bash -c 'python3 train.py'", "launch --run-dir RUN bash -c 'python3 train.py'"),
+    ("launch ezpz-llm train --resume x", "launch ezpz-llm train --resume RUN"),
+    ("launch -n 2 python3 -u -m ezpz_llm.train", "launch -n 2 python3 -u -m ezpz_llm.train --resume RUN"),
+])
+def test_resume_commands_suit_the_program(tmp_path: Path, typed: str, again: str) -> None:
+    """Only the trainer has options such as --resume and --micro-batch-size."""
+    run_dir = _run(tmp_path, [_failure(0, 4.0, 1, None, "torch.OutOfMemoryError: CUDA out of memory.")])
+    update_record(run_dir, launch={"typed": shlex.split(typed), "env": {}})
+    (run_dir.checkpoints / "latest").write_text("step-1\n")
+    text = postmortem_of(run_dir, _facts()).text
+    assert text.splitlines()[-1] == f"  resume: {again.replace('RUN', str(run_dir.path))}"
+    assert ("--micro-batch-size" in text) is ("train --resume RUN" in again)
+    run_dir.launcher_log.write_text("srun: error: Node failure on n2\n")
+    shutil.rmtree(run_dir.errors)
+    text = postmortem_of(run_dir, _facts()).text
+    assert text.splitlines()[-1].startswith("  try: leave n2 out: launch ")
+    assert text.count(str(run_dir.path)) == 1
 
 
 def test_a_hang_names_who_is_behind(tmp_path: Path) -> None:

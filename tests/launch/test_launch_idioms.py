@@ -132,7 +132,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, idiom: str) -> None:
                           capture_output=True, text=True, timeout=scaled(60), check=True).stdout
     assert "SIGHUP" in said
     assert "killed" not in said
-    assert said.splitlines()[-1].endswith("--resume " + str(tmp_path / "r"))
+    assert f"resume: launch --run-dir {tmp_path / 'r'} " in said.splitlines()[-1]
 
 
 def _read_all(terminal: int, is_closing: threading.Event) -> None:
@@ -257,7 +257,7 @@ def test_a_cancelled_job(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("scancel", "--user=root")
     for folder in folders.values():
         _wait_for(lambda folder=folder: record(folder / "r")["exit"] is not None, "the end on file")
-        _check(folder, 143, "the job was canceled")
+        _check(folder, 143, "was canceled: slurmstepd")
         assert record(folder / "r")["exit"]["kind"] == "cancelled"
     cluster.finish(shell)
 

@@ -49,7 +49,7 @@ PLANTS = {
     "c++ bad_alloc": Plant(_aborts(_CPP.format("std::bad_alloc", "std::bad_alloc")), "host_memory",
                            "std::bad_alloc", "fewer ranks per node"),
     "c++ out of device memory": Plant(_aborts(_CPP.format("c10::Error", "CUDA error: out of memory") + _FRAMES),
-                                      "device_memory", "CUDA error: out of memory", "--micro-batch-size"),
+                                      "device_memory", "CUDA error: out of memory", "a smaller batch per rank"),
     "watchdog": Plant(_aborts(_WATCHDOG + _CPP.format(
         "c10::DistBackendError", f"[PG ID 0] watchdog thread terminated with exception: {_WATCHDOG}") + _FRAMES),
                       "collective_timeout", "Watchdog caught collective operation timeout", "ezpz-llm why"),

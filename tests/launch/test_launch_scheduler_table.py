@@ -22,7 +22,8 @@ from launch_runs import CAPTURED, captured_env, launch, need_mpiexec, scheduler 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import hostfile
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
-from ezpz_llm.launch.failures.log_patterns import read_matches
+from ezpz_llm.launch.failures.log_patterns import read_messages
+from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.schedulers import SCHEDULERS, find_allocation, schedulers
 from ezpz_llm.launch.schedulers.flux import FluxScheduler, read_resources
@@ -256,7 +257,8 @@ def test_what_flux_itself_wrote(tmp_path: Path) -> None:
         "flux", env["FLUX_ENCLOSING_ID"], ends_at)
     rank = find_rank(captured_env("flux/env_run_rank3.txt"))
     assert (rank.rank, rank.world_size, rank.local_rank, rank.local_size, rank.node_rank) == (3, 4, 1, 2, 1)
-    matches = read_matches((CAPTURED / "flux/flux_run.txt").read_text())
+    matches = read_messages((CAPTURED / "flux/flux_run.txt").read_text(),
+                            RunFacts(4, ("n1", "n2"), "flux", None, 0.0))
     assert [(match.kind, match.host, match.ranks) for match in matches] == [
         (NOT_STARTED, "n1", (0,)), (NOT_STARTED, "n2", (2,)), (TIME_LIMIT, None, ()), (NOT_STARTED, None, ()),
         (NOT_STARTED, None, ()), (STEP_CANCELLED, None, ())]

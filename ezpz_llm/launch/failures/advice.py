@@ -10,14 +10,15 @@ from pathlib import Path
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.known_failures import fill_advice
 from ezpz_llm.launch.failures.log_kinds import SSH
-from ezpz_llm.launch.failures.log_patterns import read_matches
+from ezpz_llm.launch.failures.log_patterns import read_messages
 from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, ranks_with_same_failure
 from ezpz_llm.launch.hostlist import fold_hostnames, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
-from ezpz_llm.launch.option_parsing import parse, remove_options, value_of
+from ezpz_llm.launch.option_parsing import parse, read_command, remove_options, value_of
 from ezpz_llm.rundir import RunDir
 
+_TRAINER = "ezpz_llm.train"
 _MAX_HOSTS = 8
 _PATH = re.compile(r"'(/[^']+)'|\"(/[^\"]+)\"|(?:^|\s)(/[^\s:,]+)")
 
@@ -39,7 +40,7 @@ def find_advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Se
         return (f"run `ezpz-llm why {run_dir.path}` during a hang to see the silent rank and its stack;"
                 " --idle-timeout S ends a hang sooner")
     if verdict.kind is Kind.NOT_STARTED:
-        return _start_advice(verdict, run_dir)
+        return _start_advice(verdict, evidence.facts, run_dir)
     text = verdict.advice or _ADVICE.get(verdict.kind)
     if text is None:
         return None
@@ -80,6 +81,9 @@ def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_di
     elif Path(path).is_relative_to(run_dir.path):
         elsewhere = "choose another --run-dir"
     return fill_advice(advice, {
+        "less_memory": ("a smaller micro-batch (--micro-batch-size), --ds-config zero3, or a layout that offloads"
+                        if typed and _is_trainer(typed) else
+                        "a smaller batch per rank, sharded parameters and optimizer state, or offloading"),
         "run_dir": str(run_dir.path), "hosts": _join_nodes(verdict.hosts) or "its node",
         "path": path or "that file", "elsewhere": elsewhere,
         "leave_out": _advise_to_exclude(verdict.hosts, evidence.facts, run_dir, typed)})
@@ -88,8 +92,7 @@ def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_di
 _ADVICE = {
     Kind.ENDED_EARLY: "every rank must enter every collective: the same number of batches on all (drop_last, or"
                       " torch's Join), no early return, no sys.exit",
-    Kind.OOM_KILLED: "use fewer ranks per node (--ppn), a smaller micro-batch (--micro-batch-size),"
-                     " --ds-config zero3, or a layout that offloads",
+    Kind.OOM_KILLED: "use fewer ranks per node (--ppn), {less_memory}",
     Kind.NOT_FOUND: "check the program's path and name: ranks start in launch's working directory",
     Kind.WRONG_WORLD: "use the mpiexec (or srun --mpi plug-in) that belongs to this MPI; check it with"
                       " ezpz-llm doctor",
@@ -97,9 +100,9 @@ _ADVICE = {
 }
 
 
-def _start_advice(verdict: Verdict, run_dir: RunDir) -> str:
+def _start_advice(verdict: Verdict, facts: RunFacts, run_dir: RunDir) -> str:
     where = ", ".join(verdict.hosts) or "the nodes"
-    if any(match.source == SSH for match in read_matches(verdict.evidence)):
+    if any(match.source == SSH for match in read_messages(verdict.evidence, facts)):
         return (f"`ssh {shlex.quote(verdict.hosts[0]) if verdict.hosts else 'HOST'} true` must work"
                 " from here without a prompt: add your key to ~/.ssh/authorized_keys and the node's key to"
                 " ~/.ssh/known_hosts. In a PBS job, set HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC=pbs_tmrsh to start"
@@ -111,15 +114,31 @@ def _start_advice(verdict: Verdict, run_dir: RunDir) -> str:
 def resume_command(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
     """Return the command that resumes from the run's last checkpoint, or None if there is no checkpoint.
 
+    Only this package's trainer has --resume. Another program loads the checkpoint of its own run directory.
     For another user's run (`typed` is None) no command is quoted: its record could hold any command.
     """
     if not (run_dir.checkpoints / "latest").exists():
         return None
+    path = str(run_dir.path)
     if typed is None:
-        return f"your training command with --resume {shlex.quote(str(run_dir.path))}"
+        return (f"your training command with --resume {shlex.quote(path)} (ezpz_llm.train), or with"
+                f" ezpz_llm.load_checkpoint(model, {path!r})")
     if not typed:
         return None
-    return f"{shlex.join(remove_options(typed, '--resume'))} --resume {shlex.quote(str(run_dir.path))}"
+    if _is_trainer(typed):
+        return shlex.join((*remove_options(typed, "--resume"), "--resume", path))
+    options, command = _split(typed)
+    return shlex.join((typed[0], "--run-dir", path, *remove_options(options, "--run-dir"), *command))
+
+
+def _split(typed: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return launch's options and the command in a command line of launch."""
+    command = parse(typed[1:]).command
+    return typed[1:len(typed) - len(command)], command
+
+
+def _is_trainer(typed: Sequence[str]) -> bool:
+    return read_command(parse(typed[1:]).command).module == _TRAINER
 
 
 def _advise_to_exclude(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
@@ -136,8 +155,7 @@ def _advise_to_exclude(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, t
 
 def _without_hosts(typed: Sequence[str], remaining: Sequence[str], facts: RunFacts) -> list[str]:
     """Return the command line for the remaining nodes, with as many ranks as they had in the run."""
-    command = parse(typed[1:]).command
-    options = typed[1:len(typed) - len(command)]
+    options, command = _split(typed)
     changed = ["--hosts", fold_hostnames(remaining)]
     if value_of(options, "-n") is not None:
         changed += ["-n", str(sum(map(facts.hosts.count, remaining)))]

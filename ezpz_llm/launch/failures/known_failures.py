@@ -21,7 +21,7 @@ from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE
 _KINDS = {kind.name.lower(): kind for kind in (
     Kind.DEVICE_MEMORY, Kind.HOST_MEMORY, Kind.MISSING_MODULE, Kind.DISK_FULL, Kind.DEVICE_BROKEN, Kind.PORT_TAKEN,
     Kind.NOT_FOUND, Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST)}
-_RUN_PLACEHOLDERS = ("run_dir", "hosts", "leave_out", "path", "elsewhere")
+_RUN_PLACEHOLDERS = ("run_dir", "hosts", "leave_out", "path", "elsewhere", "less_memory")
 """Placeholders allowed in `advice` besides the groups of its patterns; failures/advice.py fills them in."""
 _KEYS = {"kind": str, "cause": str, "patterns": list, "advice": str, "source": str, "examples": list}
 _REQUIRED = ("cause", "patterns", "source", "examples")
@@ -34,7 +34,7 @@ class FailureText:
 
     Attributes:
         kind: None if the rank's exit (exception, signal or code) determines the kind.
-        advice: may hold {NAME}: a group of a pattern, or {run_dir}, {hosts}, {leave_out}, {path}, {elsewhere}.
+        advice: may hold {NAME}: a group of a pattern, or one of `_RUN_PLACEHOLDERS`.
         source: a link to a page or issue that documents the failure.
         examples: lines as ranks print them.
     """

@@ -6,8 +6,9 @@ TIME_LIMIT, NODE_FAILED, REQUEUED, PREEMPTED, CANCELLED = (
     "time limit", "node failed", "requeued", "preempted", "cancelled")
 """Messages that end a whole job."""
 
-STEP_CANCELLED = "step cancelled"
-"""Printed after scancel, and also when launch or srun ends the step of a failed rank."""
+STEP_CANCELLED, STEP_ENDED = "step cancelled", "step ended"
+"""A user, launch, or the step's launcher canceled the step. The launcher does so after a failed rank, and prints
+the second message."""
 
 MEMORY, ENDED, ABORTED, NOT_STARTED, WRONG_WORLD = "memory", "ended", "aborted", "not started", "wrong world"
 SSH = "ssh"

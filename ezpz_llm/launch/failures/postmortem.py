@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from ezpz_llm.launch.failures.known_failures import (
     site_texts,
     slow_pattern_notes,
 )
-from ezpz_llm.launch.failures.log_patterns import read_matches
+from ezpz_llm.launch.failures.log_patterns import read_abort, read_messages
 from ezpz_llm.launch.failures.log_text import cut_lines
 from ezpz_llm.launch.failures.postmortem_text import Content, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.run_facts import Failure, Postmortem, Raised, RunFacts, read_failures
@@ -38,8 +37,6 @@ _LOGS_READ = 16
 _STACKS_READ = 64
 _CLOCK_SLACK_S = 60.0
 """Allowance for a file server's clock; files older than the start belong to an earlier run in the directory."""
-# Anchored at the line's start: otherwise a search is quadratic in the length of a long line.
-_MPI_ABORT = re.compile(r"^.*application called MPI_Abort\([^,\n]+, \d+\) - process \d+.*", re.MULTILINE)
 
 
 def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | None = None) -> Postmortem:
@@ -68,10 +65,13 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
                         for rank in node.ranks}
     absent = tuple(rank for rank in unrecorded if rank not in ranks_cleaned_up) if nodes else ()
     log_tails = {rank: tail_text(run_dir.rank_log(rank), since) for rank in unrecorded[:_LOGS_READ]}
-    messages = tail_text(run_dir.launcher_log, since) + _abort_messages(log_tails.values())
+    facts = replace(facts, steps=frozenset(node.slurm_step for node in nodes if node.slurm_step))
+    # MPI_Abort prints to the log of the rank that calls it.
+    messages = (*read_messages(tail_text(run_dir.launcher_log, since), facts),
+                *(abort for rank, tail in log_tails.items() for abort in read_abort(tail, rank)))
     is_own_record = own_launch is not None
     texts, notes = _texts(env) if env is not None else _recorded_texts(launch.env or {}, is_own_record)
-    evidence = Evidence(failures, tuple(read_matches(messages)), facts, absent, _exceptions_in_logs(log_tails),
+    evidence = Evidence(failures, messages, facts, absent, _exceptions_in_logs(log_tails),
                         _silent_nodes(nodes, facts), _ended_early(reports, facts), texts,
                         _stacks(run_dir, facts.stopped, since))
     verdict = find_root_cause(evidence)
@@ -192,11 +192,6 @@ def _exceptions_in_logs(log_tails: Mapping[int, str]) -> dict[int, Raised]:
     """Return the exceptions at the end of the logs of ranks that were killed together with their shims."""
     exceptions = {rank: last_exception(end) for rank, end in log_tails.items()}
     return {rank: raised for rank, raised in exceptions.items() if raised is not None}
-
-
-def _abort_messages(log_tails: Iterable[str]) -> str:
-    """Return the messages of MPI_Abort, which go to the log of the rank that calls it."""
-    return "".join(f"\n{line}" for end in log_tails for line in _MPI_ABORT.findall(end))
 
 
 def _stacks(run_dir: RunDir, stopped: Stop | None, since: float) -> dict[int, list[Frame]]:

@@ -88,7 +88,7 @@ def as_text(content: Content, with_lines: bool = True) -> str:
     lines += [f"  {match.source}: {_shorten(match.text)}" for match in _messages_to_show(content)]
     if content.advice:
         lines.append(f"  try: {to_typable_text(content.advice)}")
-    if content.resume and "--resume" not in (content.advice or ""):
+    if content.resume and str(content.run_dir.path) not in (content.advice or ""):
         lines.append(f"  resume: {to_typable_text(content.resume)}")
     # A hostname or reason from another user's run.json could contain a newline and forge a line of launch's output.
     return "\n".join(line.replace("\n", " ") for line in lines)
@@ -250,7 +250,7 @@ def _messages_to_show(content: Content) -> list[log_patterns.LogMatch]:
     has_records = bool(content.evidence.failures)
     messages = [match for match in content.evidence.log_matches
                 if not (has_records and match.kind == log_kinds.ENDED)
-                and match.kind != log_kinds.STEP_CANCELLED
+                and match.kind not in (log_kinds.STEP_CANCELLED, log_kinds.STEP_ENDED)
                 and match.text != content.verdict.evidence]
     return messages[:_MESSAGES_SHOWN]
 

@@ -48,4 +48,5 @@ def facts_from(record: RunRecord, last_sign: float) -> RunFacts:
         world_size=launch.world_size, hosts=tuple(launch.rank_hosts), launcher=launch.launcher or "",
         launcher_status=ended.launcher_status, ended=last_sign if ended.ended is None else ended.ended,
         stopped=ended.stopped, failed_before_stop=failed, ended_before_stop=succeeded,
-        ends_at=epoch(ends_at.partition(".")[0]) if ends_at else None)
+        ends_at=epoch(ends_at.partition(".")[0]) if ends_at else None, started=launch.started,
+        scheduler=launch.scheduler or "", job_id=launch.job_id)

@@ -21,7 +21,9 @@ class RunFacts:
     Attributes:
         hosts: the hostname of each rank.
         launcher_status: the launcher's return code (-N for signal N, as in subprocess); None if unknown.
-        ended, ends_at: the run's end and the job's end time, in epoch seconds.
+        started, ended, ends_at: the run's start and end, and the job's end time, in epoch seconds.
+        scheduler, job_id: of the allocation, as in `Allocation`.
+        steps: the scheduler's steps (JOB.STEP) that nodes have reported; empty if unknown.
         failed_before_stop: ranks that had left a record before launch began to end the run; None if launch did not
             end it.
         ended_before_stop: ranks that had ended with code 0 by then.
@@ -36,6 +38,10 @@ class RunFacts:
     failed_before_stop: frozenset[int] | None = None
     ended_before_stop: frozenset[int] | None = None
     ends_at: float | None = None
+    started: float | None = None
+    scheduler: str = ""
+    job_id: str | None = None
+    steps: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

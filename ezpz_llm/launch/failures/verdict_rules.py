@@ -120,11 +120,14 @@ def _from_clean_exit(evidence: Evidence) -> Verdict | None:
     None if the scheduler did not end it. Ranks may handle the scheduler's signal, save and exit with code 0, but
     the run is then not finished. In an salloc shell launch itself gets no signal.
     """
-    for match in evidence.log_matches:
-        kind = _SCHEDULER_KINDS.get(match.kind, Kind.CANCELLED)
-        if match.kind in _SCHEDULER_KINDS or match.kind == log_kinds.STEP_CANCELLED:
-            return Verdict(128 + _SIGTERM, kind, match.text)
-    return None
+    return next((_from_message(match, 128 + _SIGTERM) for match in evidence.log_matches
+                 if match.kind in _SCHEDULER_KINDS or match.kind == log_kinds.STEP_CANCELLED), None)
+
+
+def _from_message(match: LogMatch, code: int) -> Verdict:
+    kind = _SCHEDULER_KINDS.get(match.kind, Kind.CANCELLED)
+    return Verdict(code, kind, match.text,
+                   cause="the job or its step was canceled" if match.kind == log_kinds.STEP_CANCELLED else "")
 
 
 def _from_failed_rank(evidence: Evidence) -> Verdict | None:
@@ -144,7 +147,9 @@ def _from_scheduler(evidence: Evidence) -> Verdict | None:
     facts = evidence.facts
     for match in evidence.log_matches:
         if match.kind in _SCHEDULER_KINDS:
-            return Verdict(_external_code(evidence), _SCHEDULER_KINDS[match.kind], match.text)
+            return _from_message(match, _external_code(evidence))
+    if (canceled := _canceled_step(evidence)) is not None:
+        return canceled
     launch_signalled = facts.stopped is not None and facts.stopped.kind == "signal"
     terminated = [finding for finding in evidence.findings.values() if finding.kind is Kind.TERMINATED]
     if (launch_signalled or terminated) and facts.ends_at is not None:
@@ -153,6 +158,24 @@ def _from_scheduler(evidence: Evidence) -> Verdict | None:
             when = f"{remaining_s:.0f} s before" if remaining_s > 0 else f"{-remaining_s:.0f} s after"
             return Verdict(_external_code(evidence), Kind.TIME_LIMIT,
                            f"ended by {_external_signal(evidence)} {when} the job's end time")
+    return None
+
+
+def _canceled_step(evidence: Evidence) -> Verdict | None:
+    """Return the end of a step that neither launch nor the launcher ended, for example by scancel JOB.STEP."""
+    facts, matches = evidence.facts, evidence.log_matches
+    if facts.stopped is not None or any(match.kind in (log_kinds.STEP_ENDED, log_kinds.NODE_FAILED)
+                                        for match in matches):
+        return None
+    for match in matches:
+        if match.kind == log_kinds.STEP_CANCELLED:
+            return _from_message(match, _external_code(evidence))
+    killed = [match for match in matches if match.kind == log_kinds.ENDED and match.code == 128 + signal.SIGKILL]
+    if (not evidence.failures and len(set(facts.hosts)) > 1
+            and {rank for match in killed for rank in match.ranks}.issuperset(range(facts.world_size))):
+        # As scancel --signal=KILL does. A kernel that runs out of memory kills processes of one node.
+        return Verdict(_external_code(evidence), Kind.CANCELLED, killed[0].text,
+                       cause="all ranks were killed at once, on all nodes")
     return None
 
 

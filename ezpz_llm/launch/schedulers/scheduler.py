@@ -184,8 +184,8 @@ class Scheduler(ABC):
         SITE_CORES_COUNT: if the site file lists cores, a job has all of them, whatever its variables state.
         COPIER: the program that `copy_to_nodes` needs on PATH; None if copying is unsupported.
         PATTERNS: messages of the scheduler about the end of a run: kinds (failures/log_kinds.py), each with a
-            regular expression whose groups may be `host`, `ranks`, `code`, `number` (of a signal) and `signal` (its
-            name).
+            regular expression whose groups may be `host`, `ranks`, `code`, `number` (of a signal), `signal` (its
+            name), `job`, `step` (JOB.STEP), `reporter` (a node), and `time` (YYYY-MM-DDTHH:MM:SS).
     """
 
     NAME: str
@@ -270,9 +270,9 @@ class Scheduler(ABC):
         """Return True if the last process of each of these steps has certainly ended."""
         return False
 
-    def cancellations(self, env: Mapping[str, str], since: float) -> str:
-        """Return lines about the end of this job that the scheduler wrote elsewhere since that epoch time."""
-        return ""
+    def cancellations(self, env: Mapping[str, str]) -> list[str]:
+        """Return lines about the end of this job that the scheduler wrote elsewhere; earlier attempts' too."""
+        return []
 
     def copy_to_nodes(self, source: Path, target: str) -> bool:
         """Copy a file to each node of the job. On failure print the reason to stderr and return False."""

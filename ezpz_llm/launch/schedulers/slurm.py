@@ -22,6 +22,7 @@ from ezpz_llm.launch.failures.log_kinds import (
     PREEMPTED,
     REQUEUED,
     STEP_CANCELLED,
+    STEP_ENDED,
     TIME_LIMIT,
 )
 from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist
@@ -34,9 +35,8 @@ from ezpz_llm.launch.schedulers.scheduler import (
     StepLauncher,
     clock_with_days,
     manual_instructions,
-    parse_local_time,
 )
-from ezpz_llm.launch.schedulers.slurm_queries import STAMP, add_devices, add_end_time
+from ezpz_llm.launch.schedulers.slurm_queries import add_devices, add_end_time
 from ezpz_llm.launch.schedulers.slurm_tasks import Tasks, count_devices, expand_layout, requested_tasks
 
 _MAX_GROUPS = 128
@@ -60,7 +60,6 @@ _STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES")
 
 _SCONTROL_TIMEOUT_S, _STEP_TIMEOUT_S = 3.0, 10.0
 _TAIL_BYTES = 1 << 16
-_SLACK_S = 60.0
 EXTERNAL_LAUNCHER = "--external-launcher"
 """Option of srun that Slurm 23.02 and newer pass in a job's variables to the srun of mpiexec."""
 _HYDRA_OPTIONS = ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
@@ -70,6 +69,16 @@ Slurm puts a job's --network into SLURM_NETWORK."""
 
 _SHORT = {"-A": "--account", "-C": "--constraint", "-J": "--job-name", "-N": "--nodes", "-o": "--output",
           "-p": "--partition", "-q": "--qos", "-t": "--time"}
+
+# The first node of a job need not be a node of the run. Jobs in arrays may have an id with an underscore.
+_OF_JOB, _OF_STEP = r"JOB (?:(?P<job>\d+)|\S+) ON \S+", r"STEP (?:(?P<step>\d+\.\d+)|\S+) ON (?P<reporter>\S+)"
+_ANY = f"(?:{_OF_JOB}|{_OF_STEP})"
+_BY_USER = r"(?:DUE to SIGNAL [\w ]+ )?\*\*\*"
+"""Slurm 25.05 and newer name the signal."""
+
+
+def _cancelled(what: str, why: str) -> str:
+    return rf"slurmstepd(?:-\S+)?: error: \*\*\* {what} CANCELLED AT (?P<time>\S+) {why}"
 
 
 class SlurmScheduler(BatchScheduler):
@@ -95,15 +104,14 @@ class SlurmScheduler(BatchScheduler):
     KEEPS_NODE_ORDER = STARTS_MPI_DAEMONS = True
     COPIER = "sbcast"
     PATTERNS = (
-        (TIME_LIMIT, r"\*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO TIME LIMIT"),
-        (NODE_FAILED, r"\*\*\* (?:JOB|STEP) .* DUE TO NODE FAILURE"),
+        (TIME_LIMIT, _cancelled(_ANY, "DUE TO TIME LIMIT")),
+        (NODE_FAILED, _cancelled(_ANY, "DUE TO NODE FAILURE")),
         (NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
-        (REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
-        (PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
-        # srun also cancels a step like this after a task has failed; only a user cancels a job. Slurm 25.05 and
-        # newer name the signal.
-        (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE to SIGNAL [\w ]+ )?\*\*\*"),
-        (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ (?:DUE to SIGNAL [\w ]+ )?\*\*\*"),
+        (REQUEUED, _cancelled(_ANY, "DUE TO JOB REQUEUE")),
+        (PREEMPTED, _cancelled(_ANY, "DUE TO PREEMPTION")),
+        (STEP_ENDED, r"^srun: launch/slurm: _step_signal: Terminating StepId=(?P<step>\d+\.\d+)"),
+        (CANCELLED, _cancelled(_OF_JOB, _BY_USER)),
+        (STEP_CANCELLED, _cancelled(_OF_STEP, _BY_USER)),
         (MEMORY, r"error: Detected \d+ oom[-_]kill event"),
         (MEMORY, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): Out Of Memory"),
         (ENDED, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): "
@@ -181,26 +189,23 @@ class SlurmScheduler(BatchScheduler):
         """
         return add_end_time(add_devices(allocation, env, limit_s, tries), env, limit_s, tries)
 
-    def cancellations(self, env: Mapping[str, str], since: float) -> str:
-        """Return lines about the end of this job, newer than the epoch time `since`, from the job's output file.
+    def cancellations(self, env: Mapping[str, str]) -> list[str]:
+        """Return lines about the end of this job from its output file, to which a requeued job appends.
 
         Slurm writes lines such as `slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***` there,
         and launch does not see them. Empty outside a batch job.
         """
         job = env.get(self.JOB_VARIABLE)
         if not job:
-            return ""
+            return []
         description = ask_command(("scontrol", "show", "job", job), env, _SCONTROL_TIMEOUT_S, tries=1).text or ""
         # Slurm 25.11 and newer leave StdErr empty if it is the same file as StdOut.
         path = (re.search(r"^[ \t]*StdErr=(\S.*)$", description, re.MULTILINE)
                 or re.search(r"^[ \t]*StdOut=(\S.*)$", description, re.MULTILINE))
         if path is None:
-            return ""
-        lines = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",
-                            system_text(path[1], _TAIL_BYTES), re.MULTILINE)
-        # A requeued job appends to the same file.
-        return "".join(f"{line[0]}\n" for line in lines
-                       if (parse_local_time(line[1], STAMP) or 0.0) > since - _SLACK_S)
+            return []
+        return re.findall(rf"slurmstepd\S* error: \*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT .*",
+                          system_text(path[1], _TAIL_BYTES))
 
     def step_launcher(self) -> StepLauncher | None:
         """Return srun."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ezpz_llm.base import PrivateFolder
 from ezpz_llm.launch.node.folder import LOG, file_of
+from ezpz_llm.launch.program_output import mark
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import LIVE_LINE, LOG_BYTES_VARIABLE
 from ezpz_llm.rundir import RunDir, private_opener
@@ -94,7 +95,7 @@ class Output:
         permanent, self._incomplete_live[stream] = _without_live_lines(self._incomplete_live[stream] + data)
         self._keep(self._without_colors(permanent))
         if self.is_split and self._prefix is None:
-            self._write_to_console(stream, data)
+            self._write_to_console(stream, _marked(stream, data))
         elif self.is_split:
             for batch in _batches(self._whole_lines(stream, data)):
                 self._write_to_console(stream, batch)
@@ -106,7 +107,7 @@ class Output:
         self._incomplete_live = {1: b"", 2: b""}
         for stream, line in self._incomplete.items():
             if line:
-                self._write_to_console(stream, (self._prefix or b"") + line + b"\n")
+                self._write_to_console(stream, _marked(stream, (self._prefix or b"") + line + b"\n"))
         self._incomplete = {1: b"", 2: b""}
         if self._omitted:
             last = bytes(self._recent[-min(_KEPT_BYTES, self._omitted):])
@@ -150,7 +151,7 @@ class Output:
             lines.append(incomplete[:_LONGEST_LINE])
             incomplete = incomplete[_LONGEST_LINE:]
         self._incomplete[stream] = incomplete
-        return [(self._prefix or b"") + line.rstrip(b"\r\n") + b"\n" for line in lines]
+        return [_marked(stream, (self._prefix or b"") + line.rstrip(b"\r\n") + b"\n") for line in lines]
 
     def _without_colors(self, data: bytes) -> bytes:
         return _COLOR.sub(b"", data) if self._is_colored else data
@@ -195,6 +196,10 @@ class Output:
         # A closed console (`launch … | head`) does not end the rank; the log continues.
         self._has_console = self._has_console and _write(stream, data)
         self._is_within_a_line = not data.endswith(b"\n")
+
+
+def _marked(stream: int, data: bytes) -> bytes:
+    return mark(data) if stream == 2 else data
 
 
 def _without_live_lines(data: bytes) -> tuple[bytes, bytes]:
