@@ -302,6 +302,32 @@ def test_user_signals_are_forwarded_to_all_ranks(tmp_path: Path) -> None:
     assert sorted(re.findall(r"asked \d", out)) == ["asked 0", "asked 1"]
 
 
+_LATE = """
+import os, signal, sys, time
+open(os.path.join(os.environ["EZPZ_LLM_RUN_DIR"], "up" + os.environ["EZPZ_LLM_RANK"]), "w").close()
+while not os.path.exists("sent"):  # as if it imported its modules
+    time.sleep(0.02)
+time.sleep(0.5)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+time.sleep(60)
+"""
+
+
+def test_user_signals_are_kept_until_the_program_handles_them(tmp_path: Path) -> None:
+    """They would kill a program that still imports its modules, and the shell around it."""
+    (tmp_path / "late.py").write_text(_LATE)
+    running = start(tmp_path, "-n", "2", "--run-dir", "r", "bash", "-c", f"{sys.executable} late.py; exit $?")
+    deadline = time.monotonic() + scaled(30)
+    while len(list((tmp_path / "r").glob("up*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    (tmp_path / "sent").touch()
+    _, err = running.communicate(timeout=scaled(120))
+    assert running.returncode == 0, err
+
+
 def test_folders_of_dead_runs_are_removed_and_others_kept() -> None:
     """Folders are removed at once if the run would be visible here, and later if not (in a container)."""
     own = f"test{os.getpid()}"

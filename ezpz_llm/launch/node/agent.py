@@ -112,6 +112,7 @@ class _Agent:
         self.stop: StopOrder | None = None
         self.kill_at = float("inf")
         self.executed_tokens: set[str] = set()
+        self.signaled: set[tuple[str, int]] = set()
         self.ranks: dict[int, RankReport] = {}
         self.error: str | None = None
         self.written_at = float("-inf")
@@ -180,17 +181,19 @@ class _Agent:
         pending: list[SignalOrder | StacksOrder] = [*read_orders(SignalOrder, self.run_dir, self.run_id),
                                                     *read_orders(StacksOrder, self.run_dir, self.run_id)]
         for order in pending:
-            if order.token not in self.executed_tokens:
+            if isinstance(order, SignalOrder):
+                self._signal_ranks(order.number, order.token)
+            elif order.token not in self.executed_tokens:
                 self.executed_tokens.add(order.token)
-                if isinstance(order, SignalOrder):
-                    self._signal_ranks(order.number)
-                else:
-                    self._write_stacks(order.token, order.ranks)
+                self._write_stacks(order.token, order.ranks)
 
-    def _signal_ranks(self, number: int) -> None:
+    def _signal_ranks(self, number: int, token: str = "") -> None:
         for pid in files.running_shims(self.folder).values():
-            # A shim that is still starting has no handler yet, and the signal would kill it.
-            if number == signal.SIGTERM or has_signal_handler(pid, number):
+            # A shim that is still starting has no handler yet, and the signal would kill it. It gets the signal
+            # later.
+            if number == signal.SIGTERM or (has_signal_handler(pid, number)
+                                            and (token, pid) not in self.signaled):
+                self.signaled.add((token, pid))
                 kill(pid, number)
 
     def _write_stacks(self, token: str, ranks: tuple[int, ...]) -> None:

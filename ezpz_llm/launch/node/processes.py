@@ -149,7 +149,16 @@ def is_alive(pid: int, start: int) -> bool:
 
 def has_signal_handler(pid: int, number: int) -> bool:
     """Return True if the process has a handler for the signal, which otherwise would kill it."""
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", system_text(f"/proc/{pid}/status"), re.MULTILINE)
+    return _has_signal(pid, number, "SigCgt")
+
+
+def awaits_signal(pid: int, number: int) -> bool:
+    """Return True if the process has a handler for the signal, or blocks it to read it later."""
+    return _has_signal(pid, number, "SigCgt") or _has_signal(pid, number, "SigBlk")
+
+
+def _has_signal(pid: int, number: int, field: str) -> bool:
+    match = re.search(rf"^{field}:\s*([0-9a-f]+)", system_text(f"/proc/{pid}/status"), re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 

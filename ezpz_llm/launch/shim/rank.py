@@ -14,12 +14,12 @@ from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from ezpz_llm.base import PrivateFolder
-from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, start_janitor
+from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, kill, start_janitor
 from ezpz_llm.launch.devices import has_no_accelerator
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, await_agent, file_of, have_all_ended, mark_end
 from ezpz_llm.launch.node.groups import end_group, enter_group, make_group
-from ezpz_llm.launch.node.processes import ProcessIdentity, end_all, has_signal_handler
+from ezpz_llm.launch.node.processes import ProcessIdentity, awaits_signal, end_all, has_signal_handler
 from ezpz_llm.launch.ranks import OUTER_LAUNCHERS, RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
@@ -36,7 +36,8 @@ from ezpz_llm.rundir import RunDir
 _EXIT_NOT_EXECUTABLE, _EXIT_NOT_FOUND = 126, 127
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_FORWARDED = (*_ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
+_USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (*_ENDING_SIGNALS, *_USER_SIGNALS)
 _ORPHAN_GRACE_S = 5.0
 _DRAIN_S = 1.0
 _KILL_WITHIN_S = 5.0
@@ -70,6 +71,7 @@ class Rank:
         self.kills_before = count_kills()
         self.kill_at: float | None = None
         self.end_signal: signal.Signals | None = None
+        self.kept_signals: list[signal.Signals] = []
         self.has_requested_stacks = False
         self.selector = selectors.DefaultSelector()
         self.group = make_group(f"ezpz_llm-{self.run_id}-rank{info.rank}")
@@ -150,14 +152,15 @@ class Rank:
     def _wait_for(self, child: subprocess.Popen[bytes], wake: int) -> int:
         drain_until: float | None = None
         while drain_until is None or (len(self.selector.get_map()) > 1 and time.monotonic() < drain_until):
-            has_deadline = self.kill_at is not None or drain_until is not None
-            for key, _ in self.selector.select(timeout=0.2 if has_deadline else None):
+            must_poll = self.kill_at is not None or drain_until is not None or self.kept_signals
+            for key, _ in self.selector.select(timeout=0.2 if must_poll else None):
                 if key.data is None:
                     self._forward_signals(os.read(wake, 512), child)
                 else:
                     self._forward_output(key)
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 _signal_group(child, signal.SIGKILL)
+            self._deliver_kept_signals(child)
             self._reap(child)
             if drain_until is None and child.returncode is not None:
                 self.lived_s = time.monotonic() - self.started_monotonic
@@ -200,6 +203,9 @@ class Rank:
 
     def _descendants(self) -> Iterable[ProcessIdentity]:
         self._reap()
+        return self._living()
+
+    def _living(self) -> Iterable[ProcessIdentity]:
         return descendants({self.janitor.pid, *([self.agent] if self.agent else [])})
 
     def _forward_signals(self, numbers: bytes, child: subprocess.Popen[bytes]) -> None:
@@ -207,10 +213,27 @@ class Rank:
             if number == signal.SIGCHLD or child.poll() is not None:
                 continue
             self._record_signal(number)
-            if number != signal.SIGTERM or not self._request_stacks(child):
+            if number in _USER_SIGNALS:
+                self.kept_signals.append(signal.Signals(number))
+            elif number != signal.SIGTERM or not self._request_stacks(child):
                 _signal_group(child, signal.Signals(number))
             if os.getppid() != self.parent and self.kill_at is None:
                 self.kill_at = time.monotonic() + _ORPHAN_GRACE_S
+
+    def _deliver_kept_signals(self, child: subprocess.Popen[bytes]) -> None:
+        """Send SIGUSR1 and SIGUSR2 to those processes of the rank's group that handle them, once there is one.
+
+        They would kill a program that is still importing its modules, or the shell that started it.
+        """
+        if not self.kept_signals or child.poll() is not None:
+            return
+        group = [process.pid for process in self._living() if _group_of(process.pid) == child.pid]
+        for number in self.kept_signals[:]:
+            receivers = [pid for pid in group if awaits_signal(pid, number)]
+            for pid in receivers:
+                kill(pid, number)
+            if receivers:
+                self.kept_signals.remove(number)
 
     def _request_stacks(self, child: subprocess.Popen[bytes]) -> bool:
         """Send SIGABRT instead of SIGTERM to a rank that is ended because of a hang; return True if sent.
@@ -291,6 +314,13 @@ def _wake_on_signals() -> int:
         if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     return read_end
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
