@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -13,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ezpz_llm.base import UserError, make_private, print_lines, run_command, system_text, version_text
-from ezpz_llm.launch.option_parsing import Options, help_text, parse, run_dir_of
+from ezpz_llm.launch.option_parsing import Options, help_text, parse, reads_program, run_dir_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.plan_text import details, json_text, opening_lines, summary
 from ezpz_llm.launch.ranks import is_set_by_user
@@ -45,10 +46,25 @@ def main(argv: Sequence[str]) -> int:
         print(version_text())
         return 0
     plan = build_plan(options, os.environ)
+    _check_stdin(options, len(plan.ranks))
     if options.dry_run:
         print_lines(json_text(plan) if options.as_json else details(plan))
         return _dry_check(plan, options)
     return _exec_command(plan) if plan.is_existing_rank else _start(plan, options, argv)
+
+
+def _check_stdin(options: Options, world_size: int) -> None:
+    """Reject ranks that would read their program from standard input, which is empty for all but one rank.
+
+    Raises:
+        UserError: such a command.
+    """
+    if not reads_program(options.command) or (world_size == 1 and (options.stdin or os.isatty(0))):
+        return
+    typed = shlex.join(options.command)
+    raise UserError("ranks cannot read their program from standard input: rank 0 reads it only with --stdin, and"
+                    " other ranks have none", where=f"the command to launch: {typed}",
+                    instead=f"save the program to a file: launch … {options.command[0]} FILE")
 
 
 def _exec_command(plan: LaunchPlan) -> int:
@@ -107,7 +123,8 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
     try:
         with _maybe_staged(plan, options) as plan:
             outcome = run(plan, options.idle_limit_s, start_limit_s=options.start_limit_s or None,
-                          record_end=lambda ended: _record_end(plan, exit_record(ended)))
+                          record_end=lambda ended: _record_end(plan, exit_record(ended)),
+                          reads_stdin=options.stdin or os.isatty(0))
     except UserError as error:
         _record_end(plan, not_started_record(error.exit_code, error.found, time.time()))
         raise

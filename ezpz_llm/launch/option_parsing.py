@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
@@ -218,6 +219,7 @@ class Options:
     interface: str | None = None
     binding: str = "auto"
     tee: str = "0"
+    stdin: bool = False
     idle_limit_s: float | None = None
     start_limit_s: float = 600.0
     preflight: bool = False
@@ -250,6 +252,8 @@ _OPTIONS = (
            one_of(_BINDINGS)),
     Option(("--tee",), "tee", "ranks whose output is printed: 0, all or none (logs have all of it)", "WHO",
             one_of(_TEES)),
+    Option(("--stdin",), "stdin",
+           "rank 0 reads launch's standard input (default: only a terminal); other ranks have none"),
     Option(("--idle-timeout",), "idle_limit_s",
            "end the run with exit code 124 after S seconds without a sign of life", "S", seconds),
     Option(("--start-timeout",), "start_limit_s",
@@ -366,6 +370,31 @@ def _python_target(command: tuple[str, ...]) -> Target:
 def program_file(words: tuple[str, ...], target: Target) -> str:
     """Return the script, executable or module name that `words` runs; `target` is parsed from `words`."""
     return words[len(words) - len(target.arguments) - 1]
+
+
+_INTERPRETERS = (
+    # Programs, options after which standard input is not read, and options with a value in the next word.
+    (re.compile(r"python[\d.]*"), re.compile(r"-[bBdEiIOPqRsSuvx]*[cmhV]|--(?:help|version)"), ("-X", "-W")),
+    (re.compile(r"(?:ba|da|k|z)?sh"), re.compile(r"-[a-z]*c|--(?:help|version)"), ("-o", "-O")),
+)
+
+
+def reads_program(words: tuple[str, ...]) -> bool:
+    """Return True for an interpreter that reads its program from standard input, such as `python3 -`."""
+    name = os.path.basename(words[0])
+    for names, others, valued in _INTERPRETERS:
+        if not names.fullmatch(name):
+            continue
+        arguments = iter(words[1:])
+        for word in arguments:
+            if word == "-" or (word == "-s" and "-o" in valued):
+                return True
+            if not word.startswith("-") or others.match(word):
+                return False
+            if word in valued:
+                next(arguments, None)
+        return True
+    return False
 
 
 def run_dir_of(target: Target, given: Path | None) -> Path | None:

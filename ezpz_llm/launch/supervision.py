@@ -59,17 +59,18 @@ _WARNED_ACTIONS: set[str] = set()
 def run(plan: LaunchPlan, idle_limit_s: float | None, command_limit_s: float | None = None,
         record_end: Callable[[Postmortem], None] = lambda postmortem: None,
         prints_postmortem: Callable[[], bool] = lambda: True,
-        start_limit_s: float | None = None) -> Postmortem:
+        start_limit_s: float | None = None, *, reads_stdin: bool = False) -> Postmortem:
     """Run the plan to its end, and leave none of its processes on any reachable node.
 
     Args:
         idle_limit_s: time limit without a sign of life from a rank; None for no limit.
-        command_limit_s: time limit of a command that launch runs before the user's; such a command gets no standard
-            input.
+        command_limit_s: time limit of a command that launch runs before the user's.
         record_end: records the outcome. It is called before launch prints the post-mortem, since the console may
             block.
         prints_postmortem: returns False if launch should not print the post-mortem.
         start_limit_s: time limit for the start of all ranks; None for no limit.
+        reads_stdin: the launcher, and thus rank 0, reads this process's standard input. mpiexec reads all of it,
+            even if no rank does.
 
     Raises:
         UserError: the launcher cannot be started.
@@ -79,7 +80,7 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, command_limit_s: float | N
         janitor = start_janitor(plan.run_id, _ORPHAN_GRACE_S,
                                 lambda: order_stop(plan.run_dir, StopOrder(plan.run_id, _ORPHAN_GRACE_S, "")))
         try:
-            launcher = _start(plan, None if command_limit_s is None else subprocess.DEVNULL)
+            launcher = _start(plan, None if reads_stdin else subprocess.DEVNULL)
             supervisor = _Supervisor(plan, launcher, signals, idle_limit_s, command_limit_s, start_limit_s)
             outcome = supervisor.wait_for_end(record_end, prints_postmortem)
         finally:

@@ -31,7 +31,7 @@ _RUNS = {
     "half2": _line("--hosts", "n[3-4]", words=("await", "half1/here")),
     "uneven": _line("--hostfile", "uneven.txt"),
     "last": _line("--nodes", "2", words=("last", "7")),
-    "read": _line("--nodes", "2", words=("read",)) + " < big",
+    "read": _line("--stdin", "--nodes", "2", words=("read",)) + " < big",
     "srun": _line("--nodes", "2", words=WORDS),
     "mpiexec": _line("--nodes", "2", "--launcher", "mpiexec", words=WORDS),
     "torchrun": _line("--nodes", "2", "--launcher", "torchrun", words=WORDS),
