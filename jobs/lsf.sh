@@ -18,7 +18,8 @@
 source "$HOME/ezpz_llm/launchers/activate"
 
 # ---- command
-run_dir=$PWD/runs/$LSB_JOBID
+# In an array, each element has its own; outside one, the index is 0.
+run_dir=$PWD/runs/$LSB_JOBID-${LSB_JOBINDEX:-0}
 # (3) the command, and the options with which it resumes when the job is restarted, or () if it cannot resume:
 command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero1)
 go_on=(--resume "$run_dir")

@@ -13,7 +13,7 @@ from pathlib import Path
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.node_selection import select_nodes
-from ezpz_llm.launch.option_parsing import Target, read_command, run_dir_of
+from ezpz_llm.launch.option_parsing import Target, read_command, remove_options, run_dir_of
 from ezpz_llm.launch.placement import Placement, place_ranks
 from ezpz_llm.launch.schedulers import batch_schedulers, local, schedulers
 from ezpz_llm.launch.schedulers.scheduler import Allocation, BatchScheduler, Node, Request
@@ -126,8 +126,13 @@ def _placement(options: Options, site: Site) -> Placement:
 def write_script(job: Job, typed: list[str]) -> str:
     """Return the job's script: the scheduler's template, filled in."""
     request, run_dir = job.request, str(job.run_dir.path)
-    needs_run_dir = job.options.launch.run_dir is None and not job.options.is_study
-    arguments = [*job.options.launch_words, *(["--run-dir", run_dir] if needs_run_dir else [])]
+    arguments = job.options.launch_arguments
+    if not job.options.is_study:
+        # The user's --run-dir is this one. The script appends the index of an array's element.
+        command = job.options.launch.command
+        options = remove_options(arguments[:len(arguments) - len(command)], "--run-dir")
+        command = remove_options(command, "--run-dir") if job.target.module else command
+        arguments = (*job.options.launch_words, "--run-dir", run_dir, *options, *command)
     resume_options = ["--resume", run_dir] if job.target.module in _RESUMES else []
     requeue_command = dict(job.scheduler.AGAIN) if request.requeue else {}
     replaced = {run_dir: '"$run_dir"'}
@@ -138,8 +143,8 @@ def write_script(job: Job, typed: list[str]) -> str:
                                  job.scheduler.subjects, job.site.name),
         "environment": environment_lines(os.environ, Path.cwd(), _setup(job), request.time_s,
                                          has_modules=bool(job.site.job.setup)),
-        "command": [f"run_dir={shlex.quote(run_dir)}",
-                    *array_lines("command", [*arguments, *job.options.launch_arguments], replaced),
+        "command": [f"run_dir={shlex.quote(run_dir)}{job.scheduler.ARRAY_SUFFIX}",
+                    *array_lines("command", arguments, replaced),
                     *array_lines("go_on", resume_options, replaced),
                     *array_lines("again", list(requeue_command), requeue_command)],
     })

@@ -24,7 +24,7 @@ export PATH=/home/user/env/bin:$PATH
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
 
 # ---- command
-run_dir=/home/user/work/runs/a
+run_dir=/home/user/work/runs/a${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}
 command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero3)
 go_on=(--resume "$run_dir")
 again=()

@@ -117,6 +117,31 @@ def test_arguments_reach_the_job_unchanged(tmp_path: Path) -> None:
     assert max(map(len, lines)) < 130
 
 
+@pytest.mark.parametrize(("name", "program", "directive", "indexes"), [
+    ("slurm", "sbatch", "--array=0-2", {"SLURM_ARRAY_TASK_ID": "0"}),
+    ("pbs", "qsub", "-J 0-2", {"PBS_ARRAY_INDEX": "0"}),
+    ("lsf", "bsub", "-J a[1-2]", {"LSB_JOBINDEX": "1"}),
+])
+@pytest.mark.parametrize("words", [(), ("--run-dir", "mine")])
+def test_each_element_of_an_array_has_a_run_directory(tmp_path: Path, name: str, program: str, directive: str,
+                                                      indexes: dict[str, str], words: tuple[str, ...]) -> None:
+    path = scheduler(tmp_path / "bin", program, "echo 7")
+    done = submit(tmp_path, *JOB, "--scheduler", name, f"--directive={directive}", "--dry-run", "--", "launch",
+                  *words, "python3", "-m", "ezpz_llm.train", path=path)
+    assert done.returncode == 0, done.stderr
+    section = done.stdout.partition("# ---- command\n")[2].partition("# ---- run")[0]
+    outside = {"LSB_JOBINDEX": "0"} if name == "lsf" else {}
+    directories = [subprocess.run(["bash", "-c", f'{section}\necho "$run_dir ${{command[*]}} ${{go_on[*]}}"'],
+                                  env=variables, capture_output=True, text=True, timeout=scaled(60),
+                                  check=True).stdout.split() for variables in (outside, indexes)]
+    for index, shown in zip(("", f"-{next(iter(indexes.values()))}"), directories, strict=True):
+        assert shown[1:4] == ["launch", "--run-dir", shown[0]]
+        assert shown[-1] == shown[0]
+        assert shown.count("--run-dir") == 1
+        assert shown[0] == f"{directories[0][0]}{index}"
+    assert directories[0][0].startswith(str(tmp_path / "mine") if words else str(tmp_path / "runs/train-"))
+
+
 def test_only_the_scheduler_s_own_id_is_taken_for_one() -> None:
     for line, job in (("5", "5"), ("17;cluster", "17"), ("", None), ("Submitted batch job 5", None), ("5 6", None)):
         assert SlurmScheduler().job_id(line) == job

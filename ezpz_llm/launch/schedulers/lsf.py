@@ -56,6 +56,8 @@ class LsfScheduler(BatchScheduler):
     SITE_CORES_COUNT = True
     # bsub reads a script's directives from standard input, and from a file only if LSB_BSUB_PARSE_SCRIPT is set.
     PROGRAM, TEMPLATE, DIRECTIVE, TAKES_STDIN = "bsub", "lsf.sh", "#BSUB", True
+    # The index is 0 outside an array.
+    ARRAY_SUFFIX = '$([[ ${LSB_JOBINDEX:-0} == 0 ]] || echo "-$LSB_JOBINDEX")'
     HINTS = ((r"project|account", "--account"), (r"queue", "--queue"), (r"run ?limit|RUNLIMIT", "--time"),
              (r"reservation", "--reservation"), (r"host|processor|slot", "--nodes"))
 

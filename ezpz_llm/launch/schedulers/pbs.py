@@ -77,6 +77,7 @@ class PbsScheduler(BatchScheduler):
         (NODE_FAILED, r"^=>> PBS: job killed: node .*"),
     )
     PROGRAM, TEMPLATE, DIRECTIVE = "qsub", "pbs.sh", "#PBS"
+    ARRAY_SUFFIX = "${PBS_ARRAY_INDEX:+-$PBS_ARRAY_INDEX}"
     HINTS = ((r"account|project|allocation", "--account"), (r"queue", "--queue"), (r"walltime", "--time"),
              (r"select|nodes|nodect", "--nodes"))
 

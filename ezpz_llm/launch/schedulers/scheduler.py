@@ -289,6 +289,7 @@ class BatchScheduler(Scheduler):
         TAKES_STDIN: PROGRAM reads the script from standard input.
         AGAIN: words with which a running job requeues itself, and their replacements in the script.
         HINTS: patterns of PROGRAM's error messages, each with the option of submit that sets the rejected value.
+        ARRAY_SUFFIX: shell text that expands to "-INDEX" in an element of a job array, else to nothing.
     """
 
     PROGRAM: str
@@ -297,6 +298,7 @@ class BatchScheduler(Scheduler):
     TAKES_STDIN: bool = False
     AGAIN: Mapping[str, str] = MappingProxyType({})
     HINTS: tuple[tuple[str, str], ...] = ()
+    ARRAY_SUFFIX: str = ""
 
     @abstractmethod
     def directives(self, request: Request) -> list[str]:

@@ -124,6 +124,7 @@ class SlurmScheduler(BatchScheduler):
     )
     """Written from captured output; the memory limit and preemption from Slurm's source code."""
     PROGRAM, TEMPLATE, DIRECTIVE = "sbatch", "slurm.sh", "#SBATCH"
+    ARRAY_SUFFIX = "${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}"
     # The id of an array's last task is also the id of the whole array.
     AGAIN = MappingProxyType({
         "scontrol": "scontrol", "requeue": "requeue",
