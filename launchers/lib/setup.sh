@@ -89,6 +89,8 @@ step_failed() { # WHAT FIRST_LINE
     fail "full log: $log" "fix the cause, then run the same command to start over; no clean-up is necessary"
 }
 
+quoted() { printf "'%s'" "$(sed "s/'/'\\\\''/g" <<<"$1")"; } # TEXT: print it as a word for any shell
+
 pip_run() { # SUBCOMMAND ARGS…
     # `doctor --build-ops` builds DeepSpeed's ops. PEP 517: older pips build DeepSpeed with a setuptools that has no
     # bdist_wheel. Few retries: pip's default of five takes minutes without a network.
@@ -130,11 +132,12 @@ import sysconfig
 
 if sys.prefix != sys.base_prefix:
     for folder in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
-        print(f'import site; site.addsitedir(r"{folder}")')
+        print(f"import site; site.addsitedir({folder!r})")
 END
     # The folder of a torch on PYTHONPATH may contain older versions of packages that are installed here.
     if [[ -n $(pythonpath_with_torch) ]]; then
-        printf 'import sys; sys.path.insert(0, r"%s")\n' "$site" >"$site/with_env_first.pth"
+        "$python" -c 'import sys; print(f"import sys; sys.path.insert(0, {sys.argv[1]!r})")' "$site" \
+            >"$site/with_env_first.pth"
     fi
 }
 
@@ -268,9 +271,9 @@ install_mpich() {
     for name in mpiexec mpirun; do
         cat >"$venv/mpi/$name" <<END
 #!/bin/sh
-export MPI4PY_LIBMPI='$venv/mpich/lib/libmpi.so.12'
+export MPI4PY_LIBMPI=$(quoted "$venv/mpich/lib/libmpi.so.12")
 unset MPI4PY_MPIABI
-exec '$venv/mpich/bin/$name' "\$@"
+exec $(quoted "$venv/mpich/bin/$name") "\$@"
 END
         chmod +x "$venv/mpi/$name"
     done
@@ -291,20 +294,30 @@ take_lock() {
     fi
 }
 
+# Set recorded to the fingerprint of a complete environment, or to nothing. Return 1 if it needs an update.
+is_recorded() {
+    recorded=
+    if [[ -x $venv/bin/python ]] && torch_is_there; then read -r recorded <"$venv/stamp"; fi
+    [[ $recorded == "$(fingerprint)" ]]
+}
+
 set_up() {
-    local recorded=
+    local recorded
     source_of_wheels=()
-    mkdir -p "$cache/venvs" || fail "$cache is not writable: set EZPZ_LLM_CACHE to another folder"
+    # The files may be newer, but unchanged. A lock needs a writable cache, which a complete environment does not.
+    if is_recorded; then
+        touch "$venv/stamp" 2>/dev/null || true
+        return
+    fi
+    if ! mkdir -p "$cache/venvs" 2>/dev/null || [[ ! -w $cache/venvs ]]; then
+        fail "the environment in $cache is not complete and up to date, and the folder is not writable" \
+            "run the same command where it is writable, or set EZPZ_LLM_CACHE to another folder"
+    fi
     watch_signals
     take_lock
-    if ! is_ready; then
-        if [[ -x $venv/bin/python ]] && torch_is_there; then read -r recorded <"$venv/stamp"; fi
-        if [[ $recorded == "$(fingerprint)" ]]; then
-            touch "$venv/stamp"
-        else
-            use_wheels
-            make_environment "$recorded"
-        fi
+    if ! is_ready && ! is_recorded; then
+        use_wheels
+        make_environment "$recorded"
     fi
     exec 9>&-
     trap - EXIT INT TERM HUP

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    folder = tmp_path_factory.mktemp("with env")  # with a space, on purpose
+    folder = tmp_path_factory.mktemp("it's with env")  # characters that shells and pip treat specially
     wheels = tmp_path_factory.mktemp("wheels")  # without a space: PIP_FIND_LINKS is split at spaces
     return copy_checkout(folder, wheels, environment_with_torch(folder / "active"))
 
@@ -191,8 +191,36 @@ def test_newer_pyproject_without_changes_needs_no_update(ready: Checkout) -> Non
 
 
 @pytest.mark.full
+def test_a_complete_environment_in_a_read_only_cache(ready: Checkout) -> None:
+    """A compute node may mount the cache read-only, and a checkout's files may be newer without a change."""
+    (ready.root / "pyproject.toml").touch()
+    done = run_read_only(ready, "true")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_read_only_cache_without_an_environment(checkout: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "cache/venvs").mkdir(parents=True)
+    done = run_read_only(replace(checkout, cache=tmp_path / "cache"), "true")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"with-env: the environment in {tmp_path}/cache is not complete and up to date")
+    assert "set EZPZ_LLM_CACHE to another folder" in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+def run_read_only(checkout: Checkout, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run with-env in a mount namespace in which the cache is read-only."""
+    script = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" || exit 77; shift; exec "$@"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "sh", str(checkout.cache), *checkout.command(*words)],
+                          capture_output=True, text=True, timeout=scaled(120), env=checkout.environment(),
+                          check=False)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"cannot mount: {done.stderr}")
+    return done
+
+
+@pytest.mark.full
 def test_suggested_commands_start_with_with_env_as_typed(ready: Checkout) -> None:
-    typed = ready.command()[0].replace(" ", "\\ ")
+    typed = ready.command()[0].replace(" ", "\\ ").replace("'", "\\'")
     bare, own = "/usr/bin:/bin", f"{ready.venv / 'bin'}:/usr/bin:/bin"
     assert ready.run("printenv", "EZPZ_LLM_WITH_ENV", PATH=bare).stdout == f"{typed}\n"
     assert ready.run("printenv", "EZPZ_LLM_WITH_ENV", PATH=own).stdout == "", "launch is on PATH"
