@@ -26,9 +26,10 @@ from ezpz_llm.certify.target_statistics import StatisticsByRank
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.optimizer_state import Slice
+from ezpz_llm.library.input_dtype import on_tensors
 from ezpz_llm.library.run import Run
 from ezpz_llm.library.target import Target
-from ezpz_llm.library.wrapped import Wrapped, on_tensors
+from ezpz_llm.library.wrapped import Wrapped
 from ezpz_llm.library.wrapping import wrap_in
 from ezpz_llm.observe import StepTimeline, WallClock
 

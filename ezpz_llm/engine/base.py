@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.gradients import NonFiniteStepSkipper
@@ -134,9 +135,9 @@ class MicroStepEngine(Engine):
         return False
 
     @property
-    def divides_gradients(self) -> bool:
-        """True if each data-parallel rank has a part of the averaged gradients."""
-        return False
+    def gradient_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """Groups over which the averaged gradients are divided, besides tp; None is the world."""
+        return ()
 
     @abstractmethod
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine import nvme
@@ -63,6 +64,8 @@ class DeepSpeedEngine(MicroStepEngine):
             # DeepSpeed's search of every gradient for NaN and Inf is not needed either: it took about 30 % of a
             # step of GPT-2 124M on an H200.
             zero.check_grad_overflow = False
+        if self.layout.zero.stage == 3:
+            model.register_forward_hook(self._release_after_evaluation)
         self._sliced: SlicedOptimizer | None = None
         if isinstance(optimizer, SlicedOptimizer):
             self._sliced = optimizer
@@ -71,6 +74,16 @@ class DeepSpeedEngine(MicroStepEngine):
             optimizer.bind(state.partitions())
             optimizer = optimizer.inner
         self.step_skip.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
+
+    def _release_after_evaluation(self, *_: Any) -> None:
+        """Release the parameters of a script that stage 3 keeps for a backward pass, if none follows.
+
+        Otherwise, what the script writes to them next would be lost, and parameters gathered in inference mode
+        would be used for training.
+        """
+        if self.may_have_unused and not torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self._engine.optimizer.empty_partition_cache()
 
     def backward(self, loss: Tensor, is_last: bool, retain_graph: bool = False) -> None:
         """Accumulate the micro-batch's gradients, multiplied by the loss scale."""
@@ -101,12 +114,12 @@ class DeepSpeedEngine(MicroStepEngine):
     @property
     def hides_gradients(self) -> bool:
         """True for stages with partitioned gradients."""
-        return self.divides_gradients
+        return bool(self.layout.zero.stage)
 
     @property
-    def divides_gradients(self) -> bool:
-        """True for stages with partitioned gradients."""
-        return bool(self.layout.zero.stage)
+    def gradient_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """The data-parallel ranks, for stages with partitioned gradients."""
+        return (self._mesh.group("dp", "sp"),) if self.layout.zero.stage else ()
 
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield this rank's elements of the gradients, without a dimension if partitioned."""

@@ -19,6 +19,7 @@ from ezpz_llm.engine.optimizer_state import (
     Slice,
     TorchState,
     adopt,
+    groups_of,
     raw,
     slice_placement,
 )
@@ -92,7 +93,7 @@ class ZeroState(EngineState):
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
         for number, (group_number, flat, members) in enumerate(self.partitions()):
-            group = self.optimizer.param_groups[group_number]
+            group = groups_of(self.optimizer)[group_number]
             if self._sliced is not None:
                 for member, piece in self._sliced.slices[flat]:
                     with tensors_of(self.optimizer, group, piece) as tensors:

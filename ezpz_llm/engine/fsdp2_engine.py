@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -19,7 +20,15 @@ from ezpz_llm.dist.private_names import tree_leaves
 from ezpz_llm.engine.gradient_reducer import GradientReducer
 from ezpz_llm.engine.gradients import sharded_norm_and_clip
 from ezpz_llm.engine.masters import MasterWeights
-from ezpz_llm.engine.optimizer_state import Access, EngineState, Frozen, MakeOptimizer, Slice, stepped_by
+from ezpz_llm.engine.optimizer_state import (
+    Access,
+    EngineState,
+    Frozen,
+    MakeOptimizer,
+    Slice,
+    groups_of,
+    stepped_by,
+)
 from ezpz_llm.engine.precision import LossScale, gradient_dtype, parameter_dtype
 from ezpz_llm.engine.sharded_start import fill_rows, first_element
 from ezpz_llm.engine.torch_engine import TorchEngine
@@ -102,20 +111,42 @@ class Fsdp2Engine(TorchEngine):
         """Accumulate the micro-batch's gradients; reduce them in the last backward pass, or in each one."""
         self.module.set_requires_gradient_sync(is_last or self._reduces_each or self.may_have_unused)
         super().backward(loss, is_last, retain_graph)
+        for name, parameter in self._sharded.items():
+            rows = self._rows[name]
+            # None for a parameter that the loss does not depend on, which the check of a run's first step reports.
+            if parameter.grad is not None:
+                reduced, parameter.grad = parameter.grad.to_local(), None
+                rows.grad = reduced if rows.grad is None else rows.grad.add_(reduced)
 
     def show_gradients(self) -> None:
-        """Do nothing: fully_shard sets `grad` of the sharded parameters."""
+        """Do nothing: `backward` has moved the gradients to the rows."""
+
+    @property
+    def hides_gradients(self) -> bool:
+        """True: the rows have the gradients."""
+        return True
+
+    @property
+    def gradient_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """The ranks over which rows are sharded."""
+        return (self._shard_group,)
+
+    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the gradients of this rank's rows."""
+        return ((parameter, gradient) for name, parameter in self._sharded.items()
+                if (gradient := self._rows[name].grad) is not None)
 
     def forget(self, parameters: Collection[nn.Parameter]) -> None:
-        """Remove the gradients of sharded parameters."""
-        for parameter in parameters:
-            parameter.grad = None
+        """Remove the gradients of parameters."""
+        forgotten = set(parameters)
+        for name, parameter in self._sharded.items():
+            if parameter in forgotten:
+                self._rows[name].grad = None
 
     def discard_gradients(self) -> None:
         """Remove all gradients."""
-        self.forget(self._sharded.values())
-        for rows in self._rows.values():
-            rows.grad = None
+        for name, parameter in self._sharded.items():
+            parameter.grad = self._rows[name].grad = None
 
     def step(self, lr: float | None) -> Tensor:
         """Clip gradients and step the optimizer; return the global norm (0-d), Inf for a skipped fp16 step."""
@@ -126,10 +157,6 @@ class Fsdp2Engine(TorchEngine):
         return norm
 
     def _norm_and_clip(self, scale: float) -> Tensor:
-        for name, parameter in self._sharded.items():
-            # None for a parameter that the loss does not depend on, which the check of a run's first step reports.
-            self._rows[name].grad = None if parameter.grad is None else parameter.grad.to_local()
-            parameter.grad = None
         grads = [rows.grad for rows in self._rows.values() if rows.grad is not None]
         return sharded_norm_and_clip(grads, self.device, self._shard_group, self._optimizer, self._clip, scale)
 
@@ -218,7 +245,7 @@ class _FsdpState(EngineState):
         self.place, self.copy = place, copy
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
-        groups = {rows: group for group in self.optimizer.param_groups for rows in group["params"]}
+        groups = {rows: group for group in groups_of(self.optimizer) for rows in group["params"]}
         for name, rows in self.rows.items():
             if not rows.numel():
                 continue

@@ -12,6 +12,7 @@ import torch
 
 from ezpz_llm.dist.private_names import FakeTensor, tree_leaves
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.optimizer_state import stepped_by
 
 
 def live_storages() -> dict[int, int]:
@@ -91,7 +92,7 @@ def _gradients(engine: Engine) -> list[Any]:
     # Stages 1 and 2 keep gradients by group, in bf16 in DeepSpeed's own lists; stage 3 has one flat buffer.
     groups = [list(group or ()) for group in (getattr(zero, "averaged_gradients", None) or {}).values()]
     reducer = getattr(engine, "_reducer", None)
-    stepped = [tensor for group in engine.training_state().optimizer.param_groups for tensor in group["params"]]
+    stepped = stepped_by(engine.training_state().optimizer)
     return [*(tensor.grad for tensor in (*engine.module.parameters(), *stepped)),
             *([] if reducer is None else reducer.sums),
             *tree_leaves((groups, getattr(zero, "grad_partitions_flat_buffer", None)))]

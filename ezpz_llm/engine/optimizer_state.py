@@ -243,9 +243,21 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float | None) -> None:
         group["lr"] = lr
 
 
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with the tensors that it steps.
+
+    Between steps, the groups of a script's optimizer may have the model's parameters instead; its attribute
+    `ezpz_stepped` then has the tensors of each group.
+    """
+    stepped = getattr(optimizer, "ezpz_stepped", None)
+    if stepped is None:
+        return optimizer.param_groups
+    return [{**group, "params": tensors} for group, tensors in zip(optimizer.param_groups, stepped, strict=True)]
+
+
 def stepped_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
     """Return the tensors that the optimizer steps."""
-    return {tensor for group in optimizer.param_groups for tensor in group["params"]}
+    return {tensor for group in groups_of(optimizer) for tensor in group["params"]}
 
 
 def _ensure_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> StateAccess:
@@ -348,7 +360,7 @@ class TorchState(EngineState):
         self.rank, self.world_size = rank, world_size
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
-        groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
+        groups = {parameter: group for group in groups_of(self.optimizer) for parameter in group["params"]}
         for parameter, at in self.placed:
             with tensors_of(self.optimizer, groups[parameter], parameter) as tensors:
                 flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as torch_dist
@@ -16,24 +18,40 @@ from ezpz_llm.dist.mesh import Mesh
 class ParameterUse:
     """Record of the parameters that have a gradient on any rank since the last step."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, *, has_hooks: bool) -> None:
+        """Record uses from now on.
+
+        Args:
+            has_hooks: False if the layout has other parameters during a pass, so that hooks do not run.
+        """
         self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._mesh = mesh
         self._used: set[Tensor] = set()
         self._earlier: set[Tensor] = set()
         self._is_open = False
         self._pending: tuple[torch_dist.Work, Tensor] | None = None
-        for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._record)
+        for parameter in self._names if has_hooks else ():
+            if mesh.size("dp", "sp") == 1:
+                parameter.register_post_accumulate_grad_hook(self._record)
+            else:  # also torch.autograd.grad, which returns the gradient of this rank
+                parameter.register_hook(partial(self._record_gradient, weakref.ref(parameter)))
 
     def _record(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
         if not self._is_open:
-            assert isinstance(parameter, nn.Parameter)
             raise UserError(f"the gradient of {self._names[parameter]} was computed outside of its model's "
                             "backward", where="Wrapped",
-                            instead="model.backward(loss) instead of loss.backward(); for another model's loss, "
-                                    "requires_grad_(False) before the forward pass")
+                            instead="model.backward(loss) instead of loss.backward() and torch.autograd.grad; for "
+                                    "another model's loss, requires_grad_(False) before the forward pass")
         self._used.add(parameter)
+
+    def _record_gradient(self, parameter: weakref.ref[nn.Parameter], gradient: Tensor) -> None:
+        if (found := parameter()) is not None:
+            self._record(found)
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record uses of parameters, without hooks."""
+        self._used.update(parameters)
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import sys
+import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,7 @@ class Run:
     clock: WallClock
     log_every: int = _LOG_EVERY
     metrics: MetricsLog | None = None
-    models: list[WrappedModel] = field(default_factory=list)
+    models: weakref.WeakSet[WrappedModel] = field(default_factory=weakref.WeakSet)
     trainings: list[object] = field(default_factory=list)
     """Trainings of other libraries that are running. They use the process group, also after `finish`."""
     first_step: int = 0
@@ -145,9 +146,9 @@ class Run:
         if step <= self.step:
             raise UserError(f"step {step} is recorded after step {self.step}", where="ezpz_llm.record",
                             instead="record steps in increasing order, from 1 or after the step of the checkpoint")
-        if len(self.models) == 1:
-            lr = self.models[0].lr if lr is None else lr
-            grad_norm = self.models[0].grad_norm if grad_norm is None else grad_norm
+        if len(models := list(self.models)) == 1:
+            lr = models[0].lr if lr is None else lr
+            grad_norm = models[0].grad_norm if grad_norm is None else grad_norm
         loss = as_scalar(loss, "loss", self.device)
         norm = as_scalar(math.nan if grad_norm is None else grad_norm, "grad_norm", self.device)
         tokens, lr, figures = as_tokens(tokens), as_figure(lr, "lr"), as_figures(figures)

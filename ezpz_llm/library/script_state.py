@@ -12,7 +12,7 @@ from torch import Tensor
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather
-from ezpz_llm.engine.optimizer_state import EngineState
+from ezpz_llm.engine.optimizer_state import EngineState, groups_of
 from ezpz_llm.library.optimizer_kind import OptimizerKind, is_number, is_per_element
 
 Numbers = dict[str, float]
@@ -87,7 +87,7 @@ class ScriptState:
         Raises:
             UserError: the optimizer does not have such state.
         """
-        groups = {parameter: number for number, group in enumerate(state.optimizer.param_groups)
+        groups = {parameter: number for number, group in enumerate(groups_of(state.optimizer))
                   for parameter in group["params"]}
         created: dict[Tensor, dict[str, Any]] = {}
         for tensor, (name,) in state.stepped():

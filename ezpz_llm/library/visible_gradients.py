@@ -22,21 +22,17 @@ class VisibleGradients:
     their gradients are not complete.
     """
 
-    def __init__(self, engine: MicroStepEngine, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    def __init__(self, engine: MicroStepEngine, mesh: Mesh) -> None:
         self._engine = engine
-        is_sharded = engine.divides_gradients or engine.layout.engine == "fsdp2"
-        self._parts = {tensor: GradientHandle(tensor.detach(), "a part of a parameter", _reject_part, ())
-                       for group in optimizer.param_groups for tensor in group["params"]} if is_sharded else {}
         self._local: dict[Tensor, Tensor] | None = None
         self._handles: dict[nn.Parameter, GradientHandle] = {}
         self._shown: list[nn.Parameter] = []
-        data_groups: Groups = (mesh.group("dp", "sp"),) if engine.divides_gradients else ()
         self._trained: dict[nn.Parameter, tuple[str, Groups]] = {}
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
                 at = placement_of(name, parameter)
                 is_sharded = mesh.tp_size > 1 and at.boxes != (whole_box(at.shape),)
-                groups = (*data_groups, mesh.group("tp")) if is_sharded else data_groups
+                groups = (*engine.gradient_groups, *((mesh.group("tp"),) if is_sharded else ()))
                 self._trained[parameter] = name, groups
         self._uses_handles = engine.hides_gradients or mesh.tp_size > 1
 
@@ -46,8 +42,6 @@ class VisibleGradients:
 
     def show(self, is_complete: bool) -> None:
         """Set handles after a backward pass; `is_complete` after the last one of a step."""
-        for part, handle in self._parts.items():
-            part.grad = handle
         if is_complete and not self._uses_handles:
             return
         self._local = dict(self._engine.local_gradients()) if is_complete else None
@@ -79,8 +73,6 @@ class VisibleGradients:
             UserError: the script has replaced a gradient.
         """
         removed = []
-        for part in self._parts:
-            part.grad = None
         for parameter in self._shown:
             handle, gradient = self._handles[parameter], parameter.grad
             parameter.grad = None
@@ -100,8 +92,6 @@ class VisibleGradients:
         Raises:
             UserError: `checks`, and the script has removed some gradients between backward passes of a step.
         """
-        for part in self._parts:
-            part.grad = None
         for parameter in self._shown:
             if checks and parameter.grad is not self._handles[parameter]:
                 raise UserError(f"the gradient of {self._trained[parameter][0]} was removed or replaced between "
@@ -109,12 +99,6 @@ class VisibleGradients:
                                 instead="model.zero_grad(), or a change between the last backward pass and step")
             parameter.grad = None
         self._shown, self._local = [], None
-
-
-def _reject_part() -> Tensor:
-    """Raise a UserError: ranks have different numbers of parts, so that sums over ranks are impossible."""
-    raise UserError("a gradient in optimizer.param_groups, which has parts of parameters", where="a wrapped model",
-                    instead="model.module.parameters()")
 
 
 def zero_in_place(parameters: list[nn.Parameter]) -> None:

@@ -33,6 +33,8 @@ def require_all_ranks(dist: Dist, call: str) -> None:
     number = _calls[call] = _calls.get(call, 0) + 1
     store, keys = default_store(), [f"ezpz_llm/{call}/{number}/{rank}" for rank in range(dist.world_size)]
     store.set(keys[dist.rank], b"1")
+    if number > 2:  # a rank that has set its next key has seen all keys of the call before
+        store.delete_key(f"ezpz_llm/{call}/{number - 2}/{dist.rank}")
     try:
         store.wait(keys, timedelta(seconds=_PATIENCE_S))
     except torch_dist.DistStoreError as error:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +13,11 @@ from torch import Tensor, nn
 from ezpz_llm.base import UserError
 from ezpz_llm.engine import running_statistics
 from ezpz_llm.engine.base import MicroStepEngine
+from ezpz_llm.library.input_dtype import cast_inputs
+from ezpz_llm.library.loss_graph import kept_gradients, leaves, restricted
+from ezpz_llm.library.module_methods import WholeState, guard_methods
+from ezpz_llm.library.optimizer_groups import OptimizerGroups
+from ezpz_llm.library.parameter_hooks import ParameterHooks
 from ezpz_llm.library.parameter_use import ParameterUse
 from ezpz_llm.library.replicas import check_replicas
 from ezpz_llm.library.run import Run
@@ -27,28 +30,6 @@ _LIVE: weakref.WeakSet[Wrapped] = weakref.WeakSet()
 
 _OF_FREED_VALUES = ("storage of size 0", "tensor a (0)", "tensor b (0)", "must be a matrix", "once_differentiable")
 """Parts of torch's errors for a second pass through parameters that fully_shard or ZeRO-3 has freed."""
-
-
-class StepGuard:
-    """Hook that rejects steps of an optimizer by the script. Create it before other hooks of the optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._is_open = False
-        optimizer.register_step_pre_hook(self._check)
-
-    def _check(self, *_: Any) -> None:
-        if not self._is_open:
-            raise UserError("optimizer.step() of a wrapped model's optimizer", where="the training loop",
-                            instead="model.step(), which averages gradients and steps the optimizer")
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Allow steps in this context."""
-        self._is_open = True
-        try:
-            yield
-        finally:
-            self._is_open = False
 
 
 class Wrapped:
@@ -65,60 +46,33 @@ class Wrapped:
         accumulation: micro-batches per step.
     """
 
-    def __init__(self, run: Run, engine: MicroStepEngine, optimizer: torch.optim.Optimizer, guard: StepGuard,
-                 dtype: torch.dtype) -> None:
+    def __init__(self, run: Run, engine: MicroStepEngine, optimizer: torch.optim.Optimizer,
+                 groups: OptimizerGroups, dtype: torch.dtype) -> None:
         self.module, self.optimizer = engine.module, optimizer
         self.grad_norm: Tensor | None = None
         self.accumulation = engine.batch.accumulation
-        self._run, self._engine = run, engine
+        self._run, self._engine, self._groups = run, engine, groups
         self._trained = {name: parameter for name, parameter in engine.module.named_parameters()
                          if parameter.requires_grad}
         self._frozen = {name: parameter for name, parameter in engine.module.named_parameters()
                         if not parameter.requires_grad}
         self._dtypes = {name: parameter.dtype for name, parameter in self._trained.items()}
-        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._state = engine.training_state()
-        # fully_shard has other parameters during a pass. A parameter that no rank uses has no gradient there, too.
-        self._use = None if engine.layout.engine == "fsdp2" else ParameterUse(engine.module, run.mesh)
-        self._gradients = VisibleGradients(engine, optimizer, run.mesh)
+        self._ranks = run.mesh.size("dp", "sp")
+        # fully_shard has other parameters during a pass, so that hooks of the sharded ones do not run.
+        self._has_hooks = engine.layout.engine != "fsdp2"
+        self._use = ParameterUse(engine.module, run.mesh, has_hooks=self._has_hooks)
+        self._hooks = ParameterHooks(engine, self._ranks)
+        self._gradients = VisibleGradients(engine, run.mesh)
         self._micro_steps = self._steps_called = 0
         self._is_first_step = True
         self._is_cleared = False
-        self._guard = guard
-        self._is_whole = False
-        if dtype != torch.float32:
-            self.module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-        self._guard_script()
+        self._has_other_leaves = False
+        self._whole = WholeState()
+        cast_inputs(self.module, dtype)
+        is_sharded = engine.layout.shard_stage() == 3 or run.mesh.tp_size > 1
+        guard_methods(self, engine.layout.name, self._whole, is_sharded)
         _LIVE.add(self)
-
-    def _guard_script(self) -> None:
-        """Make calls of plain torch that would have no effect raise an error or take effect."""
-        this = weakref.ref(self)
-
-        def clear(set_to_none: bool = True) -> None:
-            """Discard gradients, as `zero_grad` of optimizers and modules does."""
-            if (model := this()) is not None:
-                model._clear_gradients(set_to_none)
-
-        self.optimizer.zero_grad = self.module.zero_grad = clear
-        if self._engine.layout.shard_stage() == 3 or self._run.mesh.tp_size > 1:
-            name = self._engine.layout.name
-
-            def check_reading(*_: Any) -> None:
-                """Raise an error for a state dict of shards."""
-                if (model := this()) is not None and not model._is_whole:
-                    raise UserError(f"the state_dict of a module whose parameters are sharded by the layout {name}",
-                                    where="model.module",
-                                    instead="model.state_dict() on every rank, or with model.gathered(): … on "
-                                            "every rank, for example around save_pretrained")
-
-            def check_writing(*_: Any) -> None:
-                """Raise an error for a whole state dict, which shards cannot load."""
-                raise UserError(f"load_state_dict of a module whose parameters are sharded by the layout {name}",
-                                where="model.module", instead="model.load_state_dict(…) on every rank")
-
-            self.module.register_state_dict_pre_hook(check_reading)
-            self.module.register_load_state_dict_pre_hook(check_writing)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective.
@@ -126,7 +80,7 @@ class Wrapped:
         Raises:
             UserError: the call is inside of `gathered`.
         """
-        if self._is_whole:
+        if self._whole.is_open:
             raise UserError("a call of the model inside of model.gathered()", where="Wrapped",
                             instead="the call after the with block")
         if not torch.is_grad_enabled():
@@ -157,7 +111,7 @@ class Wrapped:
                                 where="Wrapped", instead="unfreeze it before wrap, in a group of the optimizer "
                                                          "whose lr is 0 until it is trained")
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Accumulate the gradient of a micro-batch's loss (0-d), divided by the number of micro-batches per step.
 
         Gradients of other wrapped models, which the loss may depend on, are not computed.
@@ -167,31 +121,18 @@ class Wrapped:
 
         Raises:
             UserError: the step already has all its micro-batches, and `step` was not called; or the loss is not a
-                single number that depends on a parameter.
+                single number that depends on the parameters of wrapped models.
         """
-        if self._micro_steps == self.accumulation:
-            raise UserError(f"too many backward passes in a step: accumulation is {self.accumulation}",
-                            where="Wrapped.backward", instead="model.step() after each backward pass; "
-                                                              "wrap(accumulation=N) for N passes per step")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            is_tensor = isinstance(loss, Tensor) and loss.numel() != 1
-            found = f"the shape {tuple(loss.shape)}" if is_tensor else "no gradient"
-            raise UserError(f"the loss has {found}", where="Wrapped.backward",
-                            instead="a mean over samples, computed from the outputs of model(…) with gradients")
-        self._check_frozen()
-        if self._use is None and any(parameter.grad is not None for parameter in self._trained.values()) and (
-                not self._micro_steps):
-            raise UserError("a parameter has a gradient before the first backward pass of a step",
-                            where="Wrapped.backward", instead="model.backward(loss) instead of loss.backward()")
+        self._check_before_backward(loss)
         is_last = self._micro_steps == self.accumulation - 1
         self._gradients.clear(checks=True)
         with ExitStack() as stack:
             stack.enter_context(self._run.span("backward"))
+            stack.enter_context(self._use.open())
             try:
                 self._engine.backward(self._isolated(loss.float(), stack), is_last, retain_graph)
             except IndexError:  # of ZeRO, if there is no gradient to reduce
-                if self._use is not None:
-                    self._use.check_pass()
+                self._use.check_pass()
                 raise
             except RuntimeError as error:
                 if not any(text in str(error) for text in _OF_FREED_VALUES):
@@ -200,34 +141,73 @@ class Wrapped:
                                 "loss has a gradient of a gradient, or shares outputs with an earlier loss",
                                 where=f"layout {self._engine.layout.name}",
                                 instead="ddp, zero1 or zero2; or the sum of the losses") from error
-        if self._use is not None:
+        if self._has_hooks:
             self._use.check_pass()
         self._micro_steps += 1
         if is_last:
-            self._engine.show_gradients()
-            if self._use is not None:
-                if self._engine.layout.zero.offload_optimizer is not None:
-                    self._use.check_last_pass()
-                self._engine.forget(self._use.unused(needs_all_ranks=self._engine.divides_gradients))
+            self._finish_last_backward()
         self._gradients.show(is_last)
 
+    def _check_before_backward(self, loss: Tensor) -> None:
+        if self._whole.is_open:
+            raise UserError("backward inside of model.gathered()", where="Wrapped",
+                            instead="the call after the with block")
+        if self._micro_steps == self.accumulation:
+            raise UserError(f"too many backward passes in a step: accumulation is {self.accumulation}",
+                            where="Wrapped.backward", instead="model.step() after each backward pass; "
+                                                              "wrap(accumulation=N) for N passes per step, whose "
+                                                              "losses are divided by N")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            is_tensor = isinstance(loss, Tensor) and loss.numel() != 1
+            found = f"the shape {tuple(loss.shape)}" if is_tensor else "no gradient"
+            raise UserError(f"the loss has {found}", where="Wrapped.backward",
+                            instead="a mean over samples, computed from the outputs of model(…) with gradients")
+        self._check_frozen()
+        self._hooks.check()
+        if not self._has_hooks and any(parameter.grad is not None for parameter in self._trained.values()) and (
+                not self._micro_steps):
+            raise UserError("a parameter has a gradient before the first backward pass of a step",
+                            where="Wrapped.backward", instead="model.backward(loss) instead of loss.backward()")
+
+    def _finish_last_backward(self) -> None:
+        """Make the gradients of the step available, after the last backward pass."""
+        self._engine.show_gradients()
+        if not self._has_hooks:
+            self._use.add(parameter for parameter, _ in self._engine.local_gradients())
+            self._use.check_pass()
+        if self._engine.layout.zero.offload_optimizer is not None:
+            self._use.check_last_pass()
+        self._engine.forget(self._use.unused(needs_all_ranks=bool(self._engine.gradient_groups)))
+
     def _isolated(self, loss: Tensor, stack: ExitStack) -> Tensor:
-        """Return the loss for a backward pass that computes only gradients of this model.
+        """Return the loss for a backward pass that does not compute gradients of other wrapped models.
 
         Args:
             stack: contexts of the backward pass.
+
+        Raises:
+            UserError: the loss depends on a parameter of a model that is not wrapped.
         """
-        if self._use is not None:
-            stack.enter_context(self._use.open())
         others = [model for model in _LIVE if model is not self]
+        other_leaves: list[Tensor] = []
+        if self._is_first_step or (others and self._has_other_leaves):
+            wrapped = {parameter for model in _LIVE for parameter in model.module.parameters()}
+            other_leaves = [leaf for leaf in leaves(loss) if leaf not in wrapped]
+            self._has_other_leaves = bool(other_leaves)
+        for leaf in other_leaves:
+            if isinstance(leaf, nn.Parameter) and self._ranks > 1:
+                raise UserError(f"the loss depends on a parameter of shape {tuple(leaf.shape)} that is not in a "
+                                "wrapped model, so that its gradient would not be averaged over ranks",
+                                where="Wrapped.backward", instead="a module with both models in wrap, or detach()")
         if not others:
             return loss
-        if self._use is None:  # gathered parameters are not those of the module
+        if not self._has_hooks:  # gathered parameters are not those of the module
             for model in others:
-                stack.enter_context(_kept_gradients(model))
+                stack.enter_context(kept_gradients(list(model._trained.values())))
+                stack.enter_context(model._use.open())
             return loss
-        inputs = [parameter for parameter in self._trained.values() if parameter.requires_grad]
-        return loss.as_subclass(type("Loss", (_Loss,), {"inputs": inputs}))
+        return restricted(loss, [parameter for parameter in self._trained.values() if parameter.requires_grad]
+                          + other_leaves)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients since the last step, and begin the step again. `step` discards them, too."""
@@ -243,8 +223,7 @@ class Wrapped:
             return
         self._gradients.clear()
         self._engine.discard_gradients()
-        if self._use is not None:
-            self._use.clear()
+        self._use.clear()
         self._is_cleared = is_complete
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
@@ -278,13 +257,14 @@ class Wrapped:
                                 where="Wrapped.step", instead="model.step() after each model.backward(loss); "
                                 "only the last call of a step updates the weights")
             return None
-        self._check_unchanged()
+        self._groups.check()
+        self._check_dtypes()
         self._engine.forget(self._gradients.hide())
         self._micro_steps = self._steps_called = 0
         if self._is_cleared:
             self._is_cleared = False
             return torch.zeros((), device=self._run.device)
-        with self._guard.open(), self._run.span("optimizer"):
+        with self._groups.stepping(), self._run.span("optimizer"):
             self._state.adopt_parameters()
             self.grad_norm = self._engine.step(None)
             running_statistics.average(self.module, self._run.mesh)
@@ -293,11 +273,7 @@ class Wrapped:
             check_replicas(self.module, self._run.mesh)
         return self.grad_norm
 
-    def _check_unchanged(self) -> None:
-        if [len(group["params"]) for group in self.optimizer.param_groups] != self._group_sizes:
-            raise UserError("the parameters of the optimizer's groups were changed after wrap",
-                            where="Wrapped.step",
-                            instead="all groups before wrap, with lr 0 until they are trained")
+    def _check_dtypes(self) -> None:
         for name, parameter in self._trained.items():
             if parameter.dtype != self._dtypes[name]:
                 raise UserError(f"the dtype of {name} was changed to {parameter.dtype} after wrap",
@@ -316,15 +292,18 @@ class Wrapped:
                 memory for the whole model in fp32.
 
         Raises:
-            UserError: another rank does not enter the block.
+            UserError: another rank does not enter the block, or it is inside of `gathered(part)`.
         """
+        if self._whole.is_open:
+            if self._whole.part is not None:
+                raise UserError("model.gathered() inside of model.gathered(part)", where="Wrapped",
+                                instead="a single with block")
+            yield
+            return
         require_all_ranks(self._run.dist, "gathered()")
-        with whole_parameters(self._engine, self._run.dist, self.module if part is None else part):
-            self._is_whole = True
-            try:
-                yield
-            finally:
-                self._is_whole = False
+        with (whole_parameters(self._engine, self._run.dist, self.module if part is None else part),
+              self._whole.open(part)):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return whole fp32 parameters, and buffers, by name, on the CPU of every rank. Collective.
@@ -352,11 +331,15 @@ class Wrapped:
                 raise UserError(f"the state dict {verb} {differing[0]}, unlike the model", where="load_state_dict",
                                 instead="the state dict of such a model, or strict=False")
             for name in own.keys() & state.keys():
-                if isinstance(own[name], Tensor):
-                    if own[name].shape != state[name].shape:
-                        raise UserError(f"{name} has the shape {tuple(state[name].shape)}, in the model "
-                                        f"{tuple(own[name].shape)}", where="load_state_dict",
-                                        instead="the state dict of such a model")
+                if isinstance(own[name], Tensor) and own[name].shape != state[name].shape:
+                    raise UserError(f"{name} has the shape {tuple(state[name].shape)}, in the model "
+                                    f"{tuple(own[name].shape)}", where="load_state_dict",
+                                    instead="the state dict of such a model")
+            for name in own.keys() & state.keys():
+                module, _, leaf = name.rpartition(".")
+                if leaf == "_extra_state":
+                    self.module.get_submodule(module).set_extra_state(state[name])
+                else:  # not load_state_dict of the module, since fully_shard's hooks expect shards
                     own[name].copy_(state[name])
         return sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
 
@@ -383,59 +366,3 @@ class Wrapped:
     def is_accumulating(self) -> bool:
         """True between the first backward pass of a step and the step. Not part of the public API."""
         return self._micro_steps > 0
-
-
-class _Loss(Tensor):
-    """Loss whose backward pass computes gradients of `inputs` only. Results of operations are losses, too."""
-
-    inputs: list[nn.Parameter]
-
-    def backward(self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False,
-                 inputs: Any = None) -> None:
-        """Compute the gradients of `inputs`; see `torch.Tensor.backward`."""
-        try:
-            torch.autograd.backward(self.as_subclass(Tensor), gradient, retain_graph, create_graph,
-                                    inputs=self.inputs)
-        except RuntimeError as error:
-            if "compatible with .grad()" not in str(error):
-                raise
-            raise UserError("reentrant gradient checkpointing with several wrapped models",
-                            where="Wrapped.backward",
-                            instead="use_reentrant=False in torch.utils.checkpoint") from error
-
-
-@contextmanager
-def _kept_gradients(model: Wrapped) -> Iterator[None]:
-    """Keep the gradients of a model as they are, and discard those of the backward pass in this context."""
-    kept = {parameter: parameter.grad for parameter in model._trained.values()}
-    for parameter in kept:
-        parameter.grad = None
-    with ExitStack() as stack:
-        if model._use is not None:
-            stack.enter_context(model._use.open())
-        yield
-    for parameter, gradient in kept.items():
-        parameter.grad = gradient
-
-
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: Any, keywords: Any) -> Any:
-    return _cast(inputs, dtype), _cast(keywords, dtype)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in a nested value to `dtype`."""
-    return on_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def on_tensors(value: Any, action: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `action` to each tensor in a value, including those in lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        return action(value)
-    if isinstance(value, MutableMapping):
-        mapped = copy(value)  # keep the type, such as a tokenizer's BatchEncoding
-        mapped.update({name: on_tensors(member, action) for name, member in value.items()})
-        return mapped
-    if isinstance(value, list | tuple):
-        members = [on_tensors(member, action) for member in value]
-        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,11 +28,15 @@ from ezpz_llm.library.initial_state import (
     check_parameters,
     convert_parameters,
 )
+from ezpz_llm.library.module_methods import check_not_wrapped
+from ezpz_llm.library.optimizer_groups import OptimizerGroups
 from ezpz_llm.library.optimizer_kind import check_sharding, initial_state_for, initial_states, try_steps
+from ezpz_llm.library.parameter_hooks import check_no_hooks
 from ezpz_llm.library.run import Run, current
 from ezpz_llm.library.script_state import ScriptState
+from ezpz_llm.library.sharded_parameter import guard as guard_shards
 from ezpz_llm.library.tensor_plan import shard_model
-from ezpz_llm.library.wrapped import StepGuard, Wrapped
+from ezpz_llm.library.wrapped import Wrapped
 from ezpz_llm.model.tensor_parallel import Share
 
 _WHERE = "ezpz_llm.wrap"
@@ -68,6 +73,8 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
             micro_batch: int | None, accumulation: int | None, clip: float | None,
             tp_plan: Mapping[str, str] | None = None) -> Wrapped:
     """Wrap a model as in `wrap`, but in a given run, such as certify's single-process reference run."""
+    check_not_wrapped(model)
+    gc.collect()  # frees earlier models that the script has dropped, whose hooks make cycles
     _check_ds_config(ds_config)
     resolved = _accept_any_optimizer(resolve(Request(
         str(ds_config), run.world_size, micro_batch=micro_batch, accumulation=accumulation, clip=clip,
@@ -76,6 +83,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     _check_layout(resolved, run, plan)
     check_optimizer(model, optimizer)
     check_parameters(model, resolved.layout)
+    check_no_hooks(model)
     initial = _take_over(optimizer, model, resolved.layout, run)
     convert_parameters(model)
     broadcast_values(model, run.dist)
@@ -95,7 +103,10 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
             user_group["params"] = group["params"]
         return SlicedOptimizer(optimizer, groups) if resolved.layout.zero.stage else optimizer
 
-    guard = StepGuard(optimizer)
+    groups = OptimizerGroups(optimizer)
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    names = [[name_of[parameter] for parameter in group["params"] if parameter.requires_grad]
+             for group in optimizer.param_groups]
     modes = {module: module.training for module in model.modules()}
     with run.clock.span("set-up"):
         engine = put_in_engine(model, resolved, run.dist,
@@ -109,8 +120,13 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     if initial:
         for tensor, (name,) in engine.training_state().stepped():
             optimizer.state[tensor] = initial_state_for(tensor, initial[name])
-    wrapped = Wrapped(run, engine, optimizer, guard, parameter_dtype(resolved.precision))
-    run.models.append(wrapped)
+    named = dict(model.named_parameters())
+    groups.show([[named[name] for name in group] for group in names],
+                part=[resolved.layout.name, run.rank, run.world_size])
+    if resolved.layout.shard_stage() == 3:
+        guard_shards(model, resolved.layout.name)
+    wrapped = Wrapped(run, engine, optimizer, groups, parameter_dtype(resolved.precision))
+    run.models.add(wrapped)
     run.begin_step()
     return wrapped
 

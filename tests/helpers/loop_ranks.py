@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from slowness import scaled
 from torch import Tensor
-from training_loops import LOOPS, PLAN, PlainSession, RankSession
+from training_loops import PLAN, PlainSession, RankSession
+from unusual_loops import LOOPS
 
 import ezpz_llm
 from ezpz_llm.dist.agreement import all_gather, broadcast
@@ -32,13 +33,14 @@ LIMIT_S = 20
 
 def ds_config(layout: str, precision: str, folder: Path) -> str:
     """Return a ds_config of the layout in the precision."""
-    if precision == "fp32":
-        return layout
     stored = json.loads(Path(f"{Path(ezpz_llm.__file__).parent.parent}/ds_configs/{layout}.json").read_text())
-    stored["bf16"] = {"enabled": True}
-    if "zero_optimization" in stored:
-        stored.update(data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32")
-    path = folder / f"{layout}-bf16.json"
+    if layout == "zero3":  # also partition the small parameters of these models
+        stored["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if precision == "bf16":
+        stored["bf16"] = {"enabled": True}
+        if "zero_optimization" in stored:
+            stored.update(data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32")
+    path = folder / f"{layout}-{precision}.json"
     path.write_text(json.dumps(stored))
     return str(path)
 

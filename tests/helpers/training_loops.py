@@ -58,16 +58,22 @@ class Session(ABC):
 class PlainModel:
     """Plain torch with the interface of `Wrapped`."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulation: int, clip: float) -> None:
-        self.module, self.optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulation: int, clip: float,
+                 others: list[PlainModel]) -> None:
+        self.module, self.optimizer, self._others = model, optimizer, others
         self._accumulation, self._clip, self._micro_steps = accumulation, clip, 0
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.module(*inputs, **named)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        (loss / self._accumulation).backward(retain_graph=retain_graph, inputs=[
-            parameter for parameter in self.module.parameters() if parameter.requires_grad])
+        kept = [(parameter, parameter.grad) for other in self._others if other is not self
+                for parameter in other.module.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        (loss / self._accumulation).backward(retain_graph=retain_graph)
+        for parameter, gradient in kept:
+            parameter.grad = gradient
         self._micro_steps += 1
 
     def step(self) -> None:
@@ -104,13 +110,15 @@ class PlainSession(Session):
 
     def __init__(self) -> None:
         self._saved: tuple[int, list[Any]] = 0, []
+        self._models: list[PlainModel] = []
 
     def part(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, accumulation: int = 1,
              clip: float = 0.0) -> PlainModel:
-        return PlainModel(model, optimizer, accumulation, clip)
+        self._models.append(PlainModel(model, optimizer, accumulation, clip, self._models))
+        return self._models[-1]
 
     def gathered(self, model: PlainModel) -> Any:
         return nullcontext()

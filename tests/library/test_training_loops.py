@@ -12,7 +12,7 @@ from launch_runs import need_mpiexec
 from places import ROOT, TESTS
 from rank_jobs import possible
 from slowness import scaled
-from training_loops import LOOPS
+from unusual_loops import LOOPS
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 PRECISIONS = ("fp32", "bf16")

@@ -1,0 +1,104 @@
+"""Parameters of which a rank has a shard, or nothing, between passes: operations on their values raise an error.
+
+torch and DeepSpeed would compute on the shard. A norm would be wrong, and what ZeRO-3 has not gathered would ignore
+what a script writes to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ezpz_llm.base import UserError
+from ezpz_llm.dist.private_names import plain_functions
+
+_SIZES = {"shape", "size", "numel", "dim", "ndim", "__len__", "stride", "nbytes"}
+"""Attributes and methods that return those of the whole parameter."""
+_WITHOUT_VALUES = {
+    "dtype", "device", "layout", "grad", "requires_grad", "requires_grad_", "is_leaf", "grad_fn", "_version",
+    "is_floating_point", "is_complex", "is_cuda", "is_sparse", "is_meta", "type", "element_size", "itemsize",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "register_post_accumulate_grad_hook",
+    "__repr__", "__hash__", "__format__", "is_contiguous", "_base", "output_nr", "name", "names", "get_device",
+    "is_cpu", "is_nested", "is_quantized", "_is_view"}
+"""Attributes and methods that do not read or write values."""
+_OF_LAYOUTS = ("ezpz_llm.", "deepspeed.", "torch.distributed.")
+"""Packages that may use shards."""
+
+
+def guard(module: nn.Module, layout: str) -> None:
+    """Make operations of a script on the values of sharded parameters raise a UserError."""
+    for name, parameter in module.named_parameters():
+        guarded = _ShardOfTorch if isinstance(parameter, DTensor) else _ShardOfDeepSpeed
+        parameter.__class__ = guarded
+        parameter.ezpz_shard = f"the parameter {name}, which the layout {layout} shards over ranks"
+
+
+def _function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    name = _name_of(func)
+    if name not in _WITHOUT_VALUES and _is_called_by_script():
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            for parameter in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(parameter, _ShardOfTorch | _ShardOfDeepSpeed) and parameter.is_partial():
+                    if name in _SIZES:
+                        return func(torch.empty(parameter.whole_shape(), device="meta", dtype=parameter.dtype),
+                                    *args[1:], **kwargs)
+                    raise UserError(f"{name} of {parameter.ezpz_shard}", where="the training loop",
+                                    instead="with model.gathered(): … on every rank, with the parameters of "
+                                            "model.module")
+    with plain_functions():
+        return func(*args, **(kwargs or {}))
+
+
+class _ShardOfTorch(DTensor):
+    """Sharded parameter of fully_shard."""
+
+    __torch_function__ = classmethod(_function)
+
+    def is_partial(self) -> bool:
+        """Return True: also the shard of a single rank is not a plain tensor."""
+        return True
+
+    def whole_shape(self) -> torch.Size:
+        """Return the shape of the whole parameter."""
+        return self.shape
+
+
+class _ShardOfDeepSpeed(nn.Parameter):
+    """Parameter that ZeRO-3 partitions, and gathers for passes."""
+
+    __torch_function__ = classmethod(_function)
+
+    def is_partial(self) -> bool:
+        """Return True if the parameter is not gathered."""
+        return self.ds_status.name != "AVAILABLE"
+
+    def whole_shape(self) -> torch.Size:
+        """Return the shape of the whole parameter."""
+        return self.ds_shape
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a method or attribute of tensors, given the function that torch calls for it."""
+    if function.__name__ in ("__get__", "__set__", "__delete__"):
+        attribute = function.__self__
+        return str(getattr(attribute, "fget", attribute).__name__)
+    return str(function.__name__)
+
+
+def _is_called_by_script() -> bool:
+    """Return True if the first caller outside of torch is not the layout's code."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = f"{frame.f_globals.get('__name__')}."
+        if module.startswith(_OF_LAYOUTS):
+            return False
+        if not module.startswith("torch."):
+            return True
+        frame = frame.f_back
+    return False
