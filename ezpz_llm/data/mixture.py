@@ -130,7 +130,7 @@ def _advice(parts: list[_Part]) -> str:
     missing = len(named) - len(weights)
     default = (1 - sum(weights)) / missing if missing and sum(weights) < 1 else 1
     if len(named) < 2:
-        return f"--corpus {named[0].corpus}, or several as A=0.7,B=0.3"
+        return "--corpus " + "".join(f"{part.corpus}, or several as " for part in named) + "A=0.7,B=0.3"
     fixed = ",".join(f"{part.corpus}={default if part.number is None else part.number:.4g}" for part in named)
     unknown = [part.corpus for part in named if part.number is None and not _exists(part.corpus)]
     link = f"; if {unknown[0]} is part of a path with a comma, create a link: ln -s PATH NAME" if unknown else ""

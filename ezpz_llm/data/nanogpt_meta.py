@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import UserError, open_regular, read_json, shorten_value
+from ezpz_llm.base import UserError, read_bytes, read_json, shorten_value
 from ezpz_llm.data.downloads import reading
 
 META_PKL, META_JSON = "meta.pkl", "meta.json"
@@ -72,6 +74,38 @@ def _to_dtype(name: Any, where: Path) -> np.dtype:
     return np.dtype(name).newbyteorder("<")
 
 
+_MAX_OPCODES = 1_000_000
+"""Maximum length of a pickle: a table of 50,000 characters has 400,000 opcodes. An opcode creates 64 bytes."""
+_MAX_TUPLES = 100
+"""Maximum number, and so depth, of tuples. Python's hash of a tuple recurses without a limit."""
+_TUPLES = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+_MEMOS = {"PUT", "BINPUT", "LONG_BINPUT"}
+_OPCODES = _TUPLES | _MEMOS | {
+    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "GET", "BINGET", "LONG_BINGET",
+    "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS",
+    "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT",
+    "BINUNICODE", "SHORT_BINUNICODE", "SHORT_BINBYTES", "BINBYTES",
+    "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NEWOBJ", "INST", "STRING", "INT", "UNICODE"}
+"""Opcodes of dicts, lists, tuples, strings and numbers of 32 bits. Longer numbers can all have the same hash. Calls
+are rejected by `_PlainUnpickler`, whose message names the function."""
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Check a pickle for opcodes that could exhaust the memory, the time, or the stack of this process.
+
+    Raises:
+        UnpicklingError, ValueError: it has such an opcode, or is damaged.
+    """
+    tuples = 0
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        tuples += opcode.name in _TUPLES
+        # The memo is an array as long as its largest index.
+        if opcode.name not in _OPCODES or (opcode.name in _MEMOS and (argument or 0) > number):
+            raise pickle.UnpicklingError(f"it has the opcode {opcode.name}")
+        if number > _MAX_OPCODES or tuples > _MAX_TUPLES:
+            raise pickle.UnpicklingError("it has too many parts")
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Unpickler for numbers, strings, lists and dicts; rejects calls, and imports except of NumPy types."""
 
@@ -87,8 +121,10 @@ _UNPICKLING_ERRORS = (pickle.UnpicklingError, ValueError, LookupError, TypeError
 
 def _unpickle(path: Path) -> dict[Any, Any]:
     try:
-        with reading(path), open_regular(path) as file:
-            content = _PlainUnpickler(file).load()
+        with reading(path):
+            pickled = read_bytes(path)
+        _check_opcodes(pickled)
+        content = _PlainUnpickler(io.BytesIO(pickled)).load()
         if not isinstance(content, dict):
             raise TypeError("it is not a dict")
     except _UNPICKLING_ERRORS as error:

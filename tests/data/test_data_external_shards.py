@@ -429,6 +429,25 @@ def test_meta_pkl_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "was-here").exists()
 
 
+_NESTED_TUPLES = b")" + b"\x85" * 1_000_000
+
+
+@pytest.mark.parametrize(("pickled", "problem"), [
+    (b"\x80\x04}" + _NESTED_TUPLES + b"Ns.", "it has too many parts"),
+    (b"\x80\x04}\x8c\x04itos(l" + _NESTED_TUPLES + b"as.", "it has too many parts"),
+    (b"\x80\x04}r\xff\xff\xff\x7f.", "it has the opcode LONG_BINPUT"),
+    (b"\x80\x04}\x8a\x09" + (3 * (2**61 - 1)).to_bytes(9, "little") + b"Ns.", "it has the opcode LONG1"),
+    (b"\x80\x04" + b"}" * 2_000_000 + b".", "it has too many parts")])
+def test_meta_pkl_cannot_exhaust_the_process(tmp_path: Path, pickled: bytes, problem: str) -> None:
+    """Python's hash of nested tuples overflows the stack, and a large memo index allocates 32 GB."""
+    (tmp_path / "meta.pkl").write_bytes(pickled)
+    program = ("from pathlib import Path; from ezpz_llm.data.nanogpt_meta import read_meta; "
+               "read_meta(Path(), is_raw=True)")
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=scaled(60), check=False)
+    assert (done.returncode, problem in done.stderr) == (1, True), done.stderr
+
+
 @pytest.mark.full
 def test_ten_billion_tokens_in_a_hundred_shards(tmp_path: Path) -> None:
     """Open 20 GB of (sparse) shards and read a thousand samples, without using memory for them."""

@@ -194,6 +194,7 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
     ("a.txt=0.7,b.txt=0.3,", "a part has no name; is there an extra comma?", "--corpus a.txt=0.7,b.txt=0.3"),
     ("a.txt=0.7,,b.txt=0.3", "a part has no name", "--corpus a.txt=0.7,b.txt=0.3"),
     ("a.txt=0.7,=0.3", "the weight 0.3 has no corpus before it", "--corpus a.txt, or several"),
+    ("=1,=2", "the weight 1 has no corpus before it; the weight 2 has no corpus before it", "--corpus A=0.7,B=0.3"),
     ("a.txt=0.5,a.txt=0.5", "a.txt is given more than once", "list each corpus once"),
     ("a.txt=0.7", "a single corpus cannot have a weight", "--corpus a.txt"),
     ("a.txt,", "a part has no name", "--corpus a.txt"),
