@@ -219,10 +219,14 @@ def diagnose(run_dir: Path) -> Diagnosis:
                                 "ezpz_llm.record; if the run ended early, use ezpz-llm why")
     layout = read_layout_record(where)
     run = read_trainer_run(where, record, layout)
+    summary, last = record.summary or Summary(), rows.steps[-1]
+    if summary.steps not in (0, last) or summary.first_step >= last:  # of an earlier attempt than the last
+        summary = Summary()
+    # The wall time is that of one attempt, and metrics.jsonl has the steps of all.
+    rows = rows.select(step > summary.first_step for step in rows.steps)
     timed = steady_steps(rows)
     phases = {name: statistics.fmean(timed.column(f"{name}_s")) for name in (*PHASES, "other")}
     split = split_run(run_dir) if run and any(where.profile.glob("trace-rank*.json.gz")) else None
-    summary = record.summary or Summary()
     wall = summary.wall
     deepspeed = as_type(schemas.DeepSpeedGiven, read_json(where.deepspeed) or {}, str(where.deepspeed))
     spent = wall if wall.get("training", 0) > 0 else _traced_wall(split, rows)

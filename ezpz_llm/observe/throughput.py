@@ -267,6 +267,7 @@ def summarize(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     evaluated = rows.select(math.isfinite(tokens) or math.isfinite(loss) for tokens, loss
                             in zip(rows.column("val_tokens"), rows.column("val_loss"), strict=True))
     return Summary(
+        first_step=first_step,
         steps=rows.steps[-1],
         timed_steps=len(timed),
         skipped_steps=sum(value > 0 for value in rows.column("skipped")),

@@ -71,8 +71,13 @@ class Summary(Rates):
     which sum to 1. `wall` is the breakdown of the whole run's wall time. The last loss is the mean over the last
     tenth of the steps (at most 50). The first loss is from the first line in the run directory, which an earlier
     process of a resumed run may have written.
+
+    Attributes:
+        first_step: number of finished steps when the process began.
+        steps: number of finished steps when it ended.
     """
 
+    first_step: Whole = 0
     steps: Whole = 0
     timed_steps: Whole = 0
     skipped_steps: Whole = 0

@@ -161,3 +161,22 @@ def test_the_largest_cause_is_printed_first(tmp_path):
     assert "164 to 382 ms for the middle 80 %. Steps reach 6.9% of the measured matmul peak." in text
     places = [text.index(phrase) for phrase in ("6.9%", "1. ", "steps vary by a factor of 2.3", "evaluation")]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("summary", "steps"), [
+    ({"first_step": 80, "steps": 100, "wall": {"training": 2.0, "set-up": 1.0}}, 20),
+    ({"first_step": 0, "steps": 80, "wall": {"training": 8.0, "set-up": 1.0}}, 100)])
+def test_a_resumed_run_is_explained_by_the_steps_of_the_attempt_with_the_wall_time(tmp_path, summary, steps):
+    """Lost time of all attempts divided by the wall time of one made shares of more than 100 %."""
+    run_dir = make_run(tmp_path / "run", exit={"code": 0, "ended": 2000.0, "cause": ""}, summary=summary)
+    path = RunDir(run_dir).metrics
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[:80]:
+        line["step_time_s"] *= 1 + line["step"] % 3
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    diagnosis = diagnose(run_dir)
+    trained_s = sum(line["step_time_s"] for line in lines[-steps:])
+    assert diagnosis.wall == (summary["wall"] if steps == 20 else {})
+    assert sum(cause.seconds for cause in diagnosis.causes) < trained_s
+    assert sum(cause.share for cause in diagnosis.causes if cause.kind != "set-up") < 1
+    assert ("unsteady" in {cause.kind for cause in diagnosis.causes}) == (steps == 100)
