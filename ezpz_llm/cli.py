@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, run_command, unknown_name_error, version_text
+from ezpz_llm.base import UserError, print_lines, run_command, unknown_name_error, version_text
 from ezpz_llm.base.command_parser import examples, help_width
 from ezpz_llm.base.shell_commands import to_typable
 
@@ -45,10 +45,10 @@ def main() -> int:
 
 def _dispatch(argv: Sequence[str]) -> int | None:
     if not argv or argv[0] in ("-h", "--help"):
-        print(_help())
+        print_lines(_help())
         return 0 if argv else 2
     if argv[0] == "--version":
-        print(version_text())
+        print_lines(version_text())
         return 0
     commands = find_commands()
     name = argv[0].replace("-", "_")

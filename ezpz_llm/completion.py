@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 
-from ezpz_llm.base import run_command
+from ezpz_llm.base import print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.cli import find_commands, module_of
 from ezpz_llm.layout.ds_config import names
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     shell = parser.parse_args(list(argv)).shell
     script = _fish(*collect()) if shell == "fish" else _bash(*collect())
-    print((_ZSH if shell == "zsh" else "") + script, end="")
+    print_lines((_ZSH if shell == "zsh" else "") + script, end="")
     return 0
 
 

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base import UserError, print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.layout.ops import OPS
 
@@ -34,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
 
     findings = run_checks(os.environ)
     if options.json:
-        print(json.dumps(as_plain(DoctorReport(is_fit(findings), list(findings))), indent=2))
+        print_lines(json.dumps(as_plain(DoctorReport(is_fit(findings), list(findings))), indent=2))
     else:
-        print(findings_text(findings) + verdict("doctor", findings, f"{len(findings)} checks"))
+        print_lines(findings_text(findings) + verdict("doctor", findings, f"{len(findings)} checks"))
     return 0 if is_fit(findings) else 1
 
 

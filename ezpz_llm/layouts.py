@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, count_noun, run_command
+from ezpz_llm.base import UserError, count_noun, print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.layout.listing import (
@@ -44,13 +44,15 @@ def main(argv: Sequence[str]) -> int:
     if options.memory is not None:
         return _recommend(options, model)
     if options.world is None:
-        print(json.dumps(layout_purposes(), indent=2) if options.json else purposes_text(layout_purposes()))
+        print_lines(json.dumps(layout_purposes(), indent=2) if options.json else purposes_text(layout_purposes()))
         return 0
     legal = named_layouts(model, options.world), legal_grids(model, options.world)
     if options.json:
-        print(json.dumps(as_json(options.model, options.world, *legal, options.ranks_per_node), indent=2))
+        print_lines(json.dumps(as_json(options.model, options.world, *legal, options.ranks_per_node), indent=2))
     else:
-        print(legal_text(options.model, options.world, *legal, options.ranks_per_node, rich=sys.stdout.isatty()))
+        color = sys.stdout.isatty()
+        print_lines(legal_text(options.model, options.world, *legal, options.ranks_per_node, rich=color),
+                    keeps_colors=color)
     return 0
 
 
@@ -64,9 +66,11 @@ def _recommend(options: argparse.Namespace, model: ModelConfig) -> int:
     layouts = choices(model, options.world, options.micro_batch_size, options.ranks_per_node, memory)
     title = (f"{options.model} on {count_noun(options.world, 'rank')}, GB per device with micro-batches of "
              f"{count_noun(options.micro_batch_size, 'sequence')}")
-    print(choices_text(layouts, memory, title, rich=sys.stdout.isatty()))
-    print(recommendation(layouts, memory, to_typable(f"launch python3 -m ezpz_llm.train --model {options.model} "
-                                                     f"--micro-batch-size {options.micro_batch_size}")))
+    color = sys.stdout.isatty()
+    print_lines(choices_text(layouts, memory, title, rich=color), keeps_colors=color)
+    command = to_typable(f"launch python3 -m ezpz_llm.train --model {options.model} "
+                         f"--micro-batch-size {options.micro_batch_size}")
+    print_lines(recommendation(layouts, memory, command))
     return 0
 
 

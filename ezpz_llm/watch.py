@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import count_noun, escape_control_characters, run_command
+from ezpz_llm.base import count_noun, escape_control_characters, print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.base.shell_commands import to_typable
@@ -84,7 +84,7 @@ class _Screen:
     def show(self, run_dir: RunDir, status: Status, *, is_last: bool) -> None:
         """Print the state of the run."""
         if self._as_json:
-            print(json.dumps({"run_dir": str(run_dir.path), **status.as_json()}), flush=True)
+            print_lines(json.dumps({"run_dir": str(run_dir.path), **status.as_json()}))
             return
         if self._redraws or is_last:
             text = escape_control_characters(format_block(run_dir, status, terminal_width()))
@@ -97,13 +97,13 @@ class _Screen:
         is_new_state = self._last is None or news[:2] != self._last[:2]
         if news != self._last and (is_new_state or now - self._printed_at >= _PLAIN_INTERVAL_S):
             self._last, self._printed_at = news, now
-            print(escape_control_characters(format_line(status)), flush=True)
+            print_lines(format_line(status))
 
     def print_waiting(self, status: Status) -> None:
         """Print that watch is waiting for a restart, once per failed run."""
         if not self._as_json and status.run_id != self._waits_for:
             self._waits_for, self._drawn = status.run_id, 0
-            print(f"waiting {_RESTART_WITHIN_S:.0f} s for a restart (Ctrl-C to stop)", flush=True)
+            print_lines(f"waiting {_RESTART_WITHIN_S:.0f} s for a restart (Ctrl-C to stop)")
 
 
 def format_block(run_dir: RunDir, status: Status, width: int) -> str:

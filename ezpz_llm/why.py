@@ -99,8 +99,8 @@ def _warn_if_unreadable(run_dir: RunDir) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}: ignoring its records and using run.json and the logs",
-              file=sys.stderr, flush=True)
+        print_lines(f"{error.filename}: {error.strerror}: ignoring its records and using run.json and the logs",
+                    file=sys.stderr)
 
 
 def _request_logs(run_dir: RunDir, ranks: set[int]) -> None:
@@ -153,7 +153,7 @@ def _show_running(run_dir: RunDir, record: RunRecord, live: Live, options: argpa
         stacks = {rank: str(path) for rank, path in
                   take_stacks(run_dir, live.run_id, wanted, _STACKS_WITHIN_S).items()}
     if options.json:
-        print(json.dumps(as_details(live, stacks), indent=2))
+        print_lines(json.dumps(as_details(live, stacks), indent=2))
         return 0
     started = (record.launch or Launch()).started or 0.0
     print_lines(f"{run_dir.path}: running for {time.time() - started:.0f} s")

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.base.version import __version__
@@ -37,9 +37,28 @@ def escape_control_characters(text: str) -> str:
     return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], _COLOR.sub("", text))
 
 
-def print_lines(text: str) -> None:
-    """Print text that may contain untrusted parts: without colors, and with control characters escaped."""
-    print(escape_control_characters(text), flush=True)
+def print_lines(text: object, *, keeps_colors: bool = False, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print text whose parts may come from files, nodes, or processes of others, with control characters escaped.
+
+    All output of this package goes through this function, except for lines that are redrawn.
+
+    Args:
+        keeps_colors: keep color codes, for text whose untrusted parts are escaped already.
+    """
+    parts = re.split(f"({_COLOR.pattern})", str(text)) if keeps_colors else [str(text)]
+    print("".join(part if position % 2 else escape_control_characters(part) for position, part in enumerate(parts)),
+          end=end, file=file, flush=True)
+
+
+def error_text(error: BaseException) -> str:
+    """Return the type and message of an exception on one line. An exception of other code may have no message."""
+    try:
+        message = str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        message = ""
+    return " ".join(f"{type(error).__name__}: {message}".split()).removesuffix(":")
 
 
 def is_one_line(text: str) -> bool:
@@ -108,7 +127,7 @@ class UserError(Exception):
         self.found = found
         self.where = where
         self.instead = instead
-        self.exit_code = exit_code
+        self.exit_code = exit_code if exit_code % 256 else EXIT_USAGE
 
     def __str__(self) -> str:
         lines = [self.found]
@@ -186,15 +205,23 @@ def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
     try:
         code = _run(main, argv)
     except SystemExit as error:
-        if not _ends_at_once:
-            raise
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code % 256 == 0 and (place := _place_of_other_code(error)) is not None:
+            # A plug-in, a callback, or a library must not make an unfinished command look successful.
+            _print_error(str(UserError(f"the command was ended by sys.exit({error.code})", where=place,
+                                       instead="remove that call, or the package that contains it")))
+            code = 1
+        elif not _ends_at_once:
+            raise
     if _ends_at_once:
         _exit_now(code)
     return code
 
 
 _REMEDIES = {
+    errno.EACCES: "a file or folder that you may read or write: ls -ld shows its owner and mode",
+    errno.EPERM: "a file or folder that you own",
+    errno.EROFS: "another location (--run-dir, EZPZ_LLM_CACHE): this file system is read-only",
     errno.ENAMETOOLONG: "a path of at most 4095 bytes, with names of at most 255 bytes",
     errno.EMFILE: "run ulimit -n 65536 before the command",
     errno.ENFILE: "wait until other programs on this node have ended, or raise fs.file-max",
@@ -220,6 +247,12 @@ def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+    except UnicodeDecodeError as error:
+        if (path := _damaged_metadata(error)) is None:
+            raise
+        _print_error(str(UserError(f"the metadata of an installed package is not UTF-8 ({error.reason})",
+                                   where=path, instead="reinstall that package, or remove the folder")))
+        return EXIT_USAGE
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             full = UserError(os.strerror(error.errno), where=error.filename or "an output file",
@@ -239,6 +272,28 @@ def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None
         # The reader of our output has exited (`… | head`), so the interpreter's last flush would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _damaged_metadata(error: UnicodeDecodeError) -> str | None:
+    """Return the file of a package that importlib.metadata could not read, which `import torch` does, or None."""
+    trace = error.__traceback__
+    while trace is not None:
+        variables = trace.tb_frame.f_locals
+        if trace.tb_frame.f_globals.get("__name__") == "importlib.metadata" and "filename" in variables:
+            return os.path.join(str(getattr(variables["self"], "_path", "")), variables["filename"])
+        trace = trace.tb_next
+    return None
+
+
+def _place_of_other_code(error: SystemExit) -> str | None:
+    """Return the file and line that raised SystemExit; None for this package, and for argparse's --help."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    if trace is None or name in ("argparse", "__main__") or str(name).partition(".")[0] == "ezpz_llm":
+        return None
+    return f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
 
 
 def _print_error(error: str) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, escape_control_characters
+from ezpz_llm.base.errors import UserError, error_text, is_one_line, print_lines
 from ezpz_llm.base.untrusted_input import system_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -77,13 +77,13 @@ class Plugin:
 
 def entry_points(group: str, find_problem: Callable[[Any], str | None]) -> list[Any]:
     """Load the entry points of installed packages in `group`, and return their objects; see `load_plugins`."""
-    return [plugin.value for plugin in load_plugins(group, find_problem)]
+    return [plugin.value for plugin in load_plugins(group, lambda plugin: find_problem(plugin.value))]
 
 
-def load_plugins(group: str, find_problem: Callable[[Any], str | None]) -> list[Plugin]:
+def load_plugins(group: str, find_problem: Callable[[Plugin], str | None]) -> list[Plugin]:
     """Load and return the entry points of installed packages in `group`.
 
-    Skips an unusable entry point with a warning, because most commands do not need it.
+    Skips an unusable entry point or package with a warning, because most commands do not need it.
 
     Args:
         find_problem: returns the reason why a loaded entry point cannot be used, or None.
@@ -93,19 +93,41 @@ def load_plugins(group: str, find_problem: Callable[[Any], str | None]) -> list[
                for path in Path(folder or os.curdir).glob("*-info/entry_points.txt")):
         return []
     plugins = []
-    for point in import_module("importlib.metadata").entry_points(group=group):
+    for package, point in _declared_entry_points(group):
         try:
-            value = point.load()
-            why = find_problem(value)
-        except (Exception, SystemExit) as error:  # any error of a third-party package
-            why = f"{type(error).__name__}: {error}"
+            plugin = Plugin(point.name, package, point.load())
+            why = find_problem(plugin) if is_one_line(point.name) else "its name has control characters"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # any error of a third-party package
+            why = error_text(error)
         if why is None:
-            package = f"{point.dist.name} {point.dist.version}" if point.dist else point.module
-            plugins.append(Plugin(point.name, package, value))
+            plugins.append(plugin)
         else:
-            warning = f"warning: ignoring the entry point {point.name} = {point.value} ({group}): {why}"
-            print(escape_control_characters(warning), file=sys.stderr, flush=True)
+            _warn(f"the entry point {point.name} = {point.value} ({group})", why)
     return plugins
+
+
+def _declared_entry_points(group: str) -> Iterator[tuple[str, Any]]:
+    """Yield the entry points in a group, with the name and version of their packages.
+
+    importlib.metadata.entry_points fails as a whole if one package on the path is damaged.
+    """
+    known = set()
+    for package in import_module("importlib.metadata").distributions():
+        try:
+            name = f"{package.name} {package.version}"
+            points = [point for point in package.entry_points if point.group == group]
+        except Exception as error:
+            _warn(f"the entry points of {getattr(package, '_path', 'a package')}", error_text(error))
+            continue
+        if package.name not in known:  # later ones on the path are not importable
+            known.add(package.name)
+            yield from ((" ".join(name.split()), point) for point in points)
+
+
+def _warn(what: str, why: str) -> None:
+    print_lines(f"warning: ignoring {what}: {why}", file=sys.stderr)
 
 
 def installed(package: str) -> str | None:

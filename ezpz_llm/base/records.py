@@ -10,7 +10,7 @@ import functools
 import operator
 import re
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 
@@ -28,6 +28,11 @@ from ezpz_llm.base.schema import (
 
 T = TypeVar("T")
 
+FileName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f\x7f-\x9f]{1,255}\Z")]
+"""Name of a file or folder, without directories, so that it cannot refer to another place."""
+InnerPath = Annotated[str, msgspec.Meta(
+    pattern=r"\A(?!/)(?!(?:.*/)?\.\.(?:/|\Z))[^\\\x00-\x1f\x7f-\x9f]{1,4095}\Z")]
+"""Path below the folder of the file that names it."""
 Whole = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 """Integer of 64 bits. Python reads longer ones from JSON, which would exhaust memory or raise errors later."""
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
@@ -37,6 +42,10 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 Size = Annotated[float, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 """Estimated bytes."""
+Finite = Annotated[float, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+"""Number that is neither NaN nor Inf, and whose square is finite."""
+Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=MAX_INTEGER)]
+"""Number to divide by, such as a measured time or rate."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 Epoch = Annotated[float, msgspec.Meta(ge=0, le=LAST_SECOND)]
 """Seconds since 1970, up to the year 9999."""
@@ -92,8 +101,12 @@ def _encode(value: Any) -> Any:
 _PLACE = re.compile(r" - at (?P<of_key>`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
 _PART = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 _BOUND = re.compile(r"Expected `(?:int|float)` (?P<order>[<>]=) (?P<bound>\S+)$")
+_LENGTH = re.compile(r"Expected `(?:array|str|object)` of length (?P<order>[<>]=) (?P<length>\d+)$")
 _TYPE = re.compile(r"Expected `(?P<types>[^`]+)`(?: of length (?P<length>\d+))?, got .*$")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
+_PATTERN = re.compile(r"Expected `str` matching regex (?P<pattern>.*)$", re.DOTALL)
+_PATTERN_NAMES = {repr(get_args(kind)[1].pattern): name for kind, name in (
+    (FileName, "a plain file name, without directories"), (InnerPath, "a path in the same folder"))}
 _NAMES = {**{kind.__name__: name for kind, name in KIND_NAMES.items()}, "null": "null", "object": "an object",
           "array": "a list"}
 
@@ -127,8 +140,12 @@ def _describe(kind: type, value: Any, message: str, key: str) -> str:
 def _expected(problem: str) -> str | None:
     if bound := _BOUND.match(problem):
         number = bound["bound"].removesuffix(".0")
-        return (number if "." in number else f"{int(number):,}") + (
+        return (f"{int(number):,}" if number.lstrip("-").isdigit() else number) + (
             " or more" if bound["order"] == ">=" else " or less")
+    if limit := _LENGTH.match(problem):
+        return f"of length {limit['length']} or {'more' if limit['order'] == '>=' else 'less'}"
+    if pattern := _PATTERN.match(problem):
+        return _PATTERN_NAMES.get(pattern["pattern"])
     if kind := _TYPE.match(problem):
         length = f" of length {kind['length']}" if kind["length"] else ""
         return " or ".join(_NAMES.get(name, name) for name in kind["types"].split(" | ")) + length

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -29,8 +30,9 @@ _MAX_LINE_BYTES = 16 << 20
 """Maximum size of one line of a JSON-lines file; the number of lines is not limited."""
 _MAX_DEPTH = 100
 """Maximum nesting depth of lists and objects. Python itself fails at about a thousand."""
-_MAX_DIGITS = 4300
-"""Maximum digits of an integer, Python's own limit since 3.10.7: parsing takes quadratic time."""
+_MAX_INTEGER_LENGTH = 19
+"""Maximum characters of an integer in JSON, those of 64 bits. Longer integers become floats (Inf beyond 1e308), so
+that arithmetic with them does not raise OverflowError."""
 _MAX_TOML = 1 << 20
 """Maximum length of TOML text, in characters."""
 _MAX_YAML_BYTES = 64 << 10
@@ -217,9 +219,20 @@ def parse_plain_json(text: bytes) -> Any:
         value = msgspec.json.decode(text)
     except (ValueError, RecursionError):  # blank, NaN, a lone surrogate, or invalid JSON or UTF-8
         return None
-    if isinstance(value, dict) and not any(isinstance(member, (dict, list)) for member in value.values()):
+    if isinstance(value, dict) and not any(type(member) in _NOT_PLAIN for member in value.values()):
         return value  # without counting brackets in a long text
-    return value if text.count(b"[") + text.count(b"{") <= _MAX_DEPTH else None
+    is_deep = text.count(b"[") + text.count(b"{") > _MAX_DEPTH
+    return None if is_deep or _has_long_integer(value) else value
+
+
+_NOT_PLAIN = {dict, list, int}
+
+
+def _has_long_integer(value: Any) -> bool:
+    """Return True if a parsed value of limited depth contains an integer beyond 64 bits."""
+    if isinstance(value, (dict, list)):
+        return any(map(_has_long_integer, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) >> 63 > 0
 
 
 def first_json(text: str, at: int) -> tuple[Any, int]:
@@ -362,16 +375,11 @@ _REMOVE_LINE = "remove that line"
 _TOO_DEEP = f"lists and objects are nested more than {_MAX_DEPTH} levels deep"
 
 
-def _parse_int(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
+def _parse_int(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MAX_INTEGER_LENGTH else float(digits)
 
 
-# Calling a Python function for every integer is slow, so it is used only if Python's limit is missing or higher.
-_HAS_LIMIT = 0 < getattr(sys, "get_int_max_str_digits", int)() <= _MAX_DIGITS
-_DECODER, _LENIENT = (json.JSONDecoder(parse_int=None if _HAS_LIMIT else _parse_int, strict=strict)
-                      for strict in (True, False))
+_DECODER, _LENIENT = (json.JSONDecoder(parse_int=_parse_int, strict=strict) for strict in (True, False))
 
 
 def _strict_decoder(where: str) -> json.JSONDecoder:
@@ -386,7 +394,15 @@ def _strict_decoder(where: str) -> json.JSONDecoder:
     def _reject_constant(name: str) -> float:
         raise UserError(f"JSON does not allow {name}", where=where, instead="a finite number")
 
-    return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant, parse_int=_parse_int)
+    def _finite(text: str) -> int | float:
+        number = _parse_int(text) if text.lstrip("-").isdigit() else float(text)
+        if math.isinf(number):
+            raise UserError(f"the number {shorten_value(text)} is too large", where=where,
+                            instead="a finite number")
+        return number
+
+    return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_reject_constant, parse_int=_finite,
+                            parse_float=_finite)
 
 
 def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: str | None,

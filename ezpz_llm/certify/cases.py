@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, unknown_name_error
+from ezpz_llm.base import MAX_RANKS, UserError, shorten_value, unknown_name_error, whole_number
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.injected_faults import FAULTS, find_fault
@@ -29,6 +29,11 @@ Subgroups of two ranks differ from the whole group only on more than two ranks."
 _ALSO_BF16 = ("ddp", "fsdp2", "zero1", "zero3", "zero3_offload_optimizer", "tiled", "tp2_zero1", "tp2_zero3", "sp2",
               "pp2", "pp2_tp2")
 """Layouts that --quick also certifies in the last dtype (bf16 by default), one of each kind."""
+
+_MAX_STEPS = 10_000
+_MAX_CASES = 2_000
+"""Maximum number of cases: all layouts, models and precisions are 293. Planning a case takes 2 ms."""
+_MAX_WORLDS = 16
 
 _UNCOVERED_PATHS = "dropout, fp16, the data reader"
 """Code paths that no case exercises, even without --quick."""
@@ -266,9 +271,9 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     steps = options.steps
     if steps is None:
         steps = recipe.QUICK_STEPS if options.quick else recipe.STEPS
-    if steps < 3:
-        raise UserError(f"--steps {steps} is too few: certify measures a steady-state step", where="--steps",
-                        instead="--steps 3 or more")
+    if not 3 <= steps <= _MAX_STEPS:
+        raise UserError(f"--steps {shorten_value(steps)} is too {'few' if steps < 3 else 'many'}", where="--steps",
+                        instead=f"--steps 3 or more, to measure a steady-state step, up to {_MAX_STEPS}")
     _check_outputs(options)
     if options.target is not None:
         return _plan_target(options, world_size, steps)
@@ -280,7 +285,9 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     worlds = _worlds(options.world, world_size)
     device = "cpu" if options.device == "auto" else options.device
     select_cases = quick_cases if options.quick else all_cases
-    cases, skipped = split_runnable(select_cases(layouts, worlds, models, dtypes), device)
+    candidates = select_cases(layouts, worlds, models, dtypes)
+    _check_count(candidates)
+    cases, skipped = split_runnable(candidates, device)
     if not cases and not any(not each.illegal for each in skipped):
         reasons = "; ".join(dict.fromkeys(f"{each.case.layout}: {each.reason}" for each in skipped))
         natural = sorted({world for name in layouts for world in natural_worlds(name)})
@@ -309,6 +316,7 @@ def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int
     worlds = _worlds(options.world, world_size)
     cases = [Case(name, world, file.title, dtype) for name in layouts
              for world in worlds or [size for size in natural_worlds(name) if size > 1][:1] for dtype in dtypes]
+    _check_count(cases)
     legal: list[Case] = []
     skipped: list[Skipped] = []
     for case in sorted(cases, key=lambda case: case.world):
@@ -324,6 +332,12 @@ def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int
                         + "; ".join(dict.fromkeys(f"{each.case.layout}: {each.reason}" for each in skipped)) + ")",
                         where="--layouts, --world", instead="--world 2")
     return Work(tuple(legal), tuple(skipped), steps, options.device, target=file)
+
+
+def _check_count(cases: Sequence[Case]) -> None:
+    if len(cases) > _MAX_CASES:
+        raise UserError(f"{len(cases)} cases are more than {_MAX_CASES}", where="--layouts, --world",
+                        instead="fewer layouts or world sizes")
 
 
 def _check_layouts(layouts: Sequence[str]) -> None:
@@ -380,9 +394,10 @@ def _split_list(text: str, where: str) -> list[str]:
 def _worlds(text: str | None, world_size: int | None) -> tuple[int, ...] | None:
     """Return the world sizes in `--world`, the actual one under launch, or None for each layout's default."""
     sizes = [] if text is None else _split_list(text, "--world")
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise UserError(f"{text!r} is not a list of world sizes", where="--world", instead="--world 2,4")
-    requested = tuple(map(int, sizes))
+    requested = tuple(whole_number(size) or 0 for size in sizes)
+    if not all(1 <= size <= MAX_RANKS for size in requested) or len(requested) > _MAX_WORLDS:
+        raise UserError(f"{shorten_value(text)} is not a list of up to {_MAX_WORLDS} world sizes", where="--world",
+                        instead="--world 2,4")
     if world_size is None:
         return requested or None
     if requested and world_size not in requested:

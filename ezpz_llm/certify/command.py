@@ -8,7 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, read_json
+from ezpz_llm.base import UserError, print_lines, read_json
 from ezpz_llm.base.records import as_record
 from ezpz_llm.certify import type_check
 from ezpz_llm.certify.cases import Work, parser, plan
@@ -66,7 +66,7 @@ def _recheck(options: Namespace, began: float) -> int:
     _run_locally(plan(rerun_options), rerun_options, certificate.arguments, began)
     path = run_dir / "certify.json"
     holds, message = compare(certificate, as_record(CertificateRecord, read_json(path), str(path)))
-    print(message, flush=True)
+    print_lines(message)
     return 0 if holds else 1
 
 

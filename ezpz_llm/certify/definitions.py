@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from ezpz_llm.base import EXIT_IDLE, UserError
+from ezpz_llm.base import EXIT_IDLE, UserError, print_lines
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify.local_launches import definitions_file, read_definition_outcomes
 from ezpz_llm.certify.records import Definition
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     """Check the topics up to the first failure and write the outcome to a file; return 1 on failure."""
     checked: list[Definition] = []
     for topic, name in TOPICS.items():
-        print(topic, flush=True)  # names the topic if the check hangs
+        print_lines(topic)  # names the topic if the check hangs
         began = time.monotonic()
         try:
             problem = next(import_module(f"ezpz_llm.certify.{name}").find_problems(), None)

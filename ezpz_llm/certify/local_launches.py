@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ezpz_llm.base import UserError, read_json
+from ezpz_llm.base import UserError, print_lines, read_json
 from ezpz_llm.base.records import Rank, as_plain, as_record
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.certify.cases import Case, Work
@@ -58,7 +58,7 @@ def run_cases(work: Work, root: Path) -> Environment | None:
             for case in failed:
                 add_result(root, CaseResult(**asdict(case), passed=False, failures=[reason], kinds=["error"],
                                             worst={}, seconds=0.0))
-                print(f"{case.title}: FAILED\n    {reason}", flush=True)
+                print_lines(f"{case.title}: FAILED\n    {reason}")
             cases = cases[len(failed):]
     return environment
 
@@ -80,8 +80,7 @@ def _launch(job: Job, world: int, folder: Path) -> int:
     limit = _START_S + _REFERENCE_S * len(job.references) + _CASE_S * len(job.cases)
     command = launch_words(["-n", str(world), "--run-dir", str(folder), "--idle-timeout", str(_IDLE_S)],
                            [sys.executable, "-m", "ezpz_llm.certify.worker", str(job_file)])
-    print(f"{world} rank{'s' * (world > 1)}: {len(job.cases)} case{'s' * (len(job.cases) > 1)} to certify",
-          flush=True)
+    print_lines(f"{world} rank{'s' * (world > 1)}: {len(job.cases)} case{'s' * (len(job.cases) > 1)} to certify")
     return run_launch(command, limit_s=limit, end_within_s=30.0)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ezpz_llm.base.records import Rank, Ranks, Whole
 from ezpz_llm.rundir.layout_record import Batch
@@ -217,7 +217,7 @@ class Basis(Struct, frozen=True, kw_only=True):
 class CertificateRecord(Basis, frozen=True, kw_only=True):
     """Content of certify.json. The numbers of each parameter are only in cells.jsonl."""
 
-    command: str
+    command: Annotated[str, Meta(max_length=20_000)]
     date: str
     seconds: float = 0.0
     passed: bool

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import UNSET, structs
 
-from ezpz_llm.base import UserError, group_by_key
+from ezpz_llm.base import UserError, group_by_key, print_lines
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify import recipe, target_file, verdict
 from ezpz_llm.certify.cases import Skipped, Work, load_layout, omitted_cases
@@ -172,13 +172,14 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
         write_atomic(Path(path), as_json(certificate))
     update_record(run_dir, certify=CertifyOutcome(passed=certificate.passed, command=command))
     if outcome:
-        print(_verdict_table(outcome, rich=sys.stdout.isatty()))
-    print(closing_text(outcome, work.skipped, refused))
+        color = sys.stdout.isatty()
+        print_lines(_verdict_table(outcome, rich=color), keeps_colors=color)
+    print_lines(closing_text(outcome, work.skipped, refused))
     if checks and refused is None:
-        print(f"single-process checks passed: {', '.join(topic.what for topic in checks)}")
+        print_lines(f"single-process checks passed: {', '.join(topic.what for topic in checks)}")
     if work.target is None:
-        print(omitted_cases(work))
-    print(f"{certificate.seconds:.0f} s; all numbers: {run_dir.path / 'certify.json'}", flush=True)
+        print_lines(omitted_cases(work))
+    print_lines(f"{certificate.seconds:.0f} s; all numbers: {run_dir.path / 'certify.json'}")
     if options.write_docs and refused is None:
         write_docs(certificate)
     return 0 if certificate.passed else 1

@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun, import_package, require_package, unknown_name_error
+from ezpz_llm.base import UserError, count_noun, import_package, print_lines, require_package, unknown_name_error
 from ezpz_llm.launch.ranks import ALONE
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate
@@ -57,16 +57,16 @@ def run(options: Namespace, source: str) -> int:
         failures += len(faults)
         own_notes = list(_not_typed(layout))
         notes += [note for note in own_notes if note not in notes]
-        print(f"{'FAIL' if faults else 'ok':4}  {layout.name:24}{', '.join(configs):48}not typed: "
-              f"{', '.join(str(notes.index(note) + 1) for note in own_notes)}")
+        print_lines(f"{'FAIL' if faults else 'ok':4}  {layout.name:24}{', '.join(configs):48}not typed: "
+                    f"{', '.join(str(notes.index(note) + 1) for note in own_notes)}")
         for name, fault in faults.items():
-            print(f"      {layout.name}, {name}: {fault}", flush=True)
-    print("not typed:", *(f"  {number} {note}" for number, note in enumerate(notes, 1)), sep="\n")
+            print_lines(f"      {layout.name}, {name}: {fault}")
+    print_lines("\n".join(["not typed:", *(f"  {number} {note}" for number, note in enumerate(notes, 1))]))
     seconds = time.process_time() - began
     share = f"{importing:.1f} s of it importing torch" if is_new else "torch was imported before"
-    print(f"{count_noun(failures, 'wrong type') if failures else 'no wrong types'} in "
-          f"{count_noun(len(cases), 'layout')}, on one of {WORLD:,} fake ranks "
-          f"({seconds:.1f} s of CPU time, {share})")
+    print_lines(f"{count_noun(failures, 'wrong type') if failures else 'no wrong types'} in "
+                f"{count_noun(len(cases), 'layout')}, on one of {WORLD:,} fake ranks "
+                f"({seconds:.1f} s of CPU time, {share})")
     return 1 if failures else 0
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base import UserError, print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify.case import certify_case
@@ -73,7 +73,7 @@ def run_job(job: Job, dist: Dist) -> list[CaseResult]:
     """
     def print_on_main(line: str) -> None:
         if dist.is_main:
-            print(line, flush=True)
+            print_lines(line)
 
     heartbeat = Heartbeat(os.environ)
 

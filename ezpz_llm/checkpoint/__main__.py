@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     options = _parser().parse_args(list(argv))
     if options.command == "fetch":
-        print(fetch(options.hub_id, options.revision))
+        print_lines(fetch(options.hub_id, options.revision))
         return 0
     return {"inspect": _inspect, "verify": _verify, "export": _export}[options.command](options)
 
@@ -85,10 +85,10 @@ def _verify(options: argparse.Namespace) -> int:
         try:
             size = _verify_folder(folder)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print_lines(f"error: {error}", file=sys.stderr)
             code = 1
         else:
-            print(f"intact   {folder} ({size:,} bytes)", flush=True)
+            print_lines(f"intact   {folder} ({size:,} bytes)")
     return code
 
 
@@ -107,9 +107,9 @@ def _export(options: argparse.Namespace) -> int:
         source = source_in(folder)
         exported = export(source, out, dtype=options.dtype, shard_bytes=shard_bytes)
         origin = source.describe()
-    print(f"{exported.folder}: {exported.bytes:,} bytes of weights in {count_noun(exported.files, 'file')}, "
-          f"from {origin}",
-          *(f"note: {note}" for note in exported.notes), sep="\n")
+    print_lines("\n".join([f"{exported.folder}: {exported.bytes:,} bytes of weights in "
+                           f"{count_noun(exported.files, 'file')}, from {origin}",
+                           *(f"note: {note}" for note in exported.notes)]))
     return 0
 
 

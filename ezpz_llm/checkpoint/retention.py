@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, nearest_names
+from ezpz_llm.base import UserError, nearest_names, print_lines
 from ezpz_llm.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
@@ -51,8 +51,8 @@ def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
         try:
             renamed = path.rename(path.with_name(f".{path.name}.removed"))
         except OSError as error:
-            print(f"warning: the old checkpoint {path} cannot be removed: {error.strerror}; the next save tries "
-                  "again", file=sys.stderr, flush=True)
+            print_lines(f"warning: the old checkpoint {path} cannot be removed: {error.strerror}; the next save "
+                        "tries again", file=sys.stderr)
             continue
         shutil.rmtree(renamed, ignore_errors=True)
         removed.append(path)

@@ -98,7 +98,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.check:
         check_corpus(args.corpus, args.tokenizer, text_key=args.text_key, max_broken=args.max_broken)
         return 0
-    print(prepare(args.corpus, args.tokenizer, out=args.out, val_fraction=args.val_fraction,
+    print_lines(prepare(args.corpus, args.tokenizer, out=args.out, val_fraction=args.val_fraction,
                   val_tokens=args.val_tokens, workers=args.workers, shard_tokens=args.shard_tokens,
                   download=args.download, text_key=args.text_key, max_broken=args.max_broken))
     return 0
@@ -146,7 +146,7 @@ def _which(args: argparse.Namespace) -> int:
 
     step_documents = step_read(args.folder, args.step)
     if args.json:
-        print(json.dumps(asdict(step_documents)))
+        print_lines(json.dumps(asdict(step_documents)))
     else:
         print_lines(describe_read(step_documents))
     return 0
@@ -155,7 +155,7 @@ def _which(args: argparse.Namespace) -> int:
 def _tokenizer(args: argparse.Namespace) -> int:
     from ezpz_llm.data.tokenizers import GPT2_VOCAB, install_gpt2
 
-    print(install_gpt2(args.from_folder.expanduser()) if args.from_folder else GPT2_VOCAB.download())
+    print_lines(install_gpt2(args.from_folder.expanduser()) if args.from_folder else GPT2_VOCAB.download())
     return 0
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, cache_dir, escape_control_characters, read_bytes
+from ezpz_llm.base import UserError, cache_dir, print_lines, read_bytes
 from ezpz_llm.rundir import write_atomic
 
 _TIMEOUT_S = 60
@@ -75,8 +75,8 @@ class PublicFile:
         Raises:
             UserError: no network, or unexpected content.
         """
-        print(f"downloading {self.what}: {self.address} ({self.size:,} bytes, sha256 {self.sha256})",
-              file=sys.stderr, flush=True)
+        print_lines(f"downloading {self.what}: {self.address} ({self.size:,} bytes, sha256 {self.sha256})",
+                    file=sys.stderr)
         try:
             with urllib.request.urlopen(self.address, timeout=_TIMEOUT_S) as response:
                 content = response.read(self.size + 1)
@@ -130,7 +130,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 def print_to_stderr(text: str) -> None:
     """Print one line to stderr."""
-    print(escape_control_characters(text), file=sys.stderr, flush=True)
+    print_lines(text, file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, print_lines
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -112,4 +112,4 @@ class OptionalWork:
 
 def _warn(what: str, error: Exception) -> None:
     reason = error.found if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
-    print(f"warning: {what} failed: {' '.join(reason.split())}; the run continues", file=sys.stderr, flush=True)
+    print_lines(f"warning: {what} failed: {' '.join(reason.split())}; the run continues", file=sys.stderr)

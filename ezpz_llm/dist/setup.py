@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from ezpz_llm.base import UserError, exit_after_uncaught_exception
+from ezpz_llm.base import UserError, exit_after_uncaught_exception, print_lines
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.heartbeat import answer_with_stacks
@@ -322,9 +322,9 @@ def warn_if_single_process(info: RankInfo, env: Mapping[str, str],
         # A single process does not need a valid job.
         return
     if len(job.hosts) > 1:
-        print(f"note: running a single process, but {job.scheduler} job {job.job_id} has {len(job.hosts)} nodes. "
-              f"To start ranks on all of them: launch {shlex.join(redact_words(command))}", file=sys.stderr,
-              flush=True)
+        print_lines(f"note: running a single process, but {job.scheduler} job {job.job_id} has {len(job.hosts)} "
+                    f"nodes. To start ranks on all of them: launch {shlex.join(redact_words(command))}",
+                    file=sys.stderr)
 
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ezpz_llm.base import print_lines
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.evaluate import tasks
 from ezpz_llm.evaluate.model import add_arguments, as_rank, plan_model
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     task_plan = plan_task(plan, options)
     if options.check:
         check_weight_files(plan.source)
-        print(plan.resolved.explain())
+        print_lines(plan.resolved.explain())
         return 0
     from ezpz_llm.rundir.records import update_record
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
             update_record(dist.run_dir, source=plan.source.describe(), evaluation={options.task: result})
             lines = (f"  {name:<12}{value:.4f}" if isinstance(value, float) else f"  {name:<12}{value}"
                      for name, value in result.items())
-            print(f"{options.task} of {plan.source.describe()}", *lines, sep="\n", flush=True)
+            print_lines("\n".join([f"{options.task} of {plan.source.describe()}", *lines]))
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, print_lines
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, as_rank, open_model, plan_model
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("the prompt has no tokens", where="--prompt", instead='--prompt "Once upon a time"')
     if options.check:
         check_weight_files(plan.source)
-        print(plan.resolved.explain())
+        print_lines(plan.resolved.explain())
         return 0
     with as_rank(options, "generate") as dist:
         texts = generate(plan, dist, tokenizer, prompt, options)
@@ -81,7 +81,7 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
     tokens = torch.tensor(prompt.tolist(), device=engine.device)
     generator = torch.Generator().manual_seed(seed_for(options.seed, "sample"))
     if dist.is_main and (remark := tokenizer_warning(plan.source, options.tokenizer)):
-        print(f"warning: {remark}", file=sys.stderr, flush=True)
+        print_lines(f"warning: {remark}", file=sys.stderr)
     texts: list[str] = []
     with engine.evaluating():
         while len(texts) < options.samples:
@@ -105,7 +105,7 @@ def _report(plan: ModelPlan, dist: Dist, texts: list[str], options: argparse.Nam
     from ezpz_llm.rundir.records import update_record
 
     for text in texts:
-        print("\n".join(f"| {line}" for line in text.split("\n")), end="\n\n", flush=True)
+        print_lines("\n".join(f"| {line}" for line in text.split("\n")), end="\n\n")
     update_record(dist.run_dir, source=plan.source.describe(), samples=texts,
                   sampling={name: getattr(options, name) for name in ("prompt", "tokens", "top_k", "temperature",
                                                                       "seed")})

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base import UserError, import_package, require_package, user_path
+from ezpz_llm.base import UserError, import_package, print_lines, require_package, user_path
 from ezpz_llm.data.document_separator import SeparatorAdvice, document_separator
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
@@ -109,7 +109,7 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
 
 def _warn(dist: Dist, text: str | None) -> None:
     if text is not None and dist.is_main:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print_lines(f"warning: {text}", file=sys.stderr)
 
 
 def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
@@ -187,10 +187,11 @@ def main(options: argparse.Namespace, world_size: int) -> int:
         update_record(dist.run_dir, source=source.describe(), evaluation={"harness": results})
     finally:
         remove_temporary_run(options, dist)
-    print(f"lm-evaluation-harness {lm_eval.__version__} on {source.describe()}")
+    print_lines(f"lm-evaluation-harness {lm_eval.__version__} on {source.describe()}")
     for task, metrics in results.items():
-        print(f"  {task}: " + ", ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-                                       for name, value in metrics.items()), flush=True)
+        texts = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+                 for name, value in metrics.items())
+        print_lines(f"  {task}: {', '.join(texts)}")
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import count_noun, escape_control_characters, require_package
+from ezpz_llm.base import count_noun, escape_control_characters, print_lines, require_package
 from ezpz_llm.base.command_parser import CommandParser, wrap_paragraph
 from ezpz_llm.base.shell_commands import to_typable_text
 from ezpz_llm.explain import tables
@@ -51,17 +51,18 @@ def main(argv: Sequence[str]) -> int:
         rerun_diagnosis = diagnose(run_counterfactual(run_dir, options.yes))
         diagnosis = replace(diagnosis, counterfactual=rerun_diagnosis.counterfactual)
     if options.json:
-        print(json.dumps(diagnosis.as_record(), indent=2))
+        print_lines(json.dumps(diagnosis.as_record(), indent=2))
     else:
-        print(_diagnosis_text(diagnosis, terminal_width(), color=wants_color()), end="")
+        color = wants_color()
+        print_lines(_diagnosis_text(diagnosis, terminal_width(), color=color), keeps_colors=color, end="")
     # With --json, standard output must contain only the JSON.
     notes = sys.stderr if options.json else sys.stdout
     if options.html:
         write_file(options.html, explain_page(diagnosis), "--html")
-        print(f"\npage: {options.html}", file=notes)
+        print_lines(f"\npage: {options.html}", file=notes)
     if options.figures:
         paths = write_figures(options.figures, explain_figures(diagnosis))
-        print("\nfigures: " + ", ".join(map(str, paths)), file=notes)
+        print_lines("\nfigures: " + ", ".join(map(str, paths)), file=notes)
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, as_type, is_own
+from ezpz_llm.base import UserError, as_type, is_own, print_lines
 from ezpz_llm.explain.split import Split
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
@@ -79,7 +79,7 @@ def run_counterfactual(run_dir: Path, yes: bool) -> Path:
                         instead="a run in bf16, which takes the same time")
     folder = run_dir / f"counterfactual-{time.strftime('%Y%m%d-%H%M%S')}"
     arguments = command(record, folder)
-    print(f"--counterfactual starts:\n  {shlex.join(arguments)}", file=sys.stderr, flush=True)
+    print_lines(f"--counterfactual starts:\n  {shlex.join(arguments)}", file=sys.stderr)
     if not yes and not _is_confirmed():
         raise UserError("not confirmed, so nothing was started", where="--counterfactual",
                         instead="--counterfactual --yes, to start without asking")
@@ -93,7 +93,7 @@ def run_counterfactual(run_dir: Path, yes: bool) -> Path:
 def _is_confirmed() -> bool:
     if not sys.stdin.isatty():
         return False
-    print("Start it? [y/N] ", end="", file=sys.stderr, flush=True)
+    print_lines("Start it? [y/N] ", end="", file=sys.stderr)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ezpz_llm.base import UserError, nearest_names, read_json, untrusted_input, user_path
+from ezpz_llm.base import UserError, nearest_names, print_lines, read_json, untrusted_input, user_path
 from ezpz_llm.checkpoint import DamagedCheckpointError, find
 from ezpz_llm.checkpoint.manifest import STATE
 from ezpz_llm.checkpoint.state import State, read_state
@@ -247,7 +247,7 @@ def fetch(hub_id: str, revision: str | None) -> Path:
         UserError: there is no network, or the model does not exist or is not supported.
     """
     hub = _hub_library("downloading a model requires the package huggingface_hub", "checkpoint fetch")
-    print(f"downloading {hub_id} from {hub.constants.ENDPOINT}", file=sys.stderr, flush=True)
+    print_lines(f"downloading {hub_id} from {hub.constants.ENDPOINT}", file=sys.stderr)
     try:
         config = Path(hub.hf_hub_download(hub_id, CONFIG, revision=revision))
         from_hf(read_json(config), f"{hub_id}/{CONFIG}")

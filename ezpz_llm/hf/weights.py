@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, print_lines
 from ezpz_llm.checkpoint.index import WEIGHT, Parameter, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.checkpoint.reader import fill
@@ -79,7 +79,7 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
     weights = run_together(dist, opened)
     if dist.is_main:
         for note in weights.notes:
-            print(f"note: {note}", file=sys.stderr, flush=True)
+            print_lines(f"note: {note}", file=sys.stderr)
     return weights
 
 

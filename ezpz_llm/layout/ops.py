@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from ezpz_llm.base import UserError, cache_dir, installed, system_text, unknown_name_error
+from ezpz_llm.base import UserError, cache_dir, installed, print_lines, system_text, unknown_name_error
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.launch.variables import BUILDING
 from ezpz_llm.layout.layout import Layout
@@ -134,7 +134,7 @@ def build(name: str) -> None:
     if name not in OPS:
         raise unknown_name_error("op", name, OPS, where="--build-ops")
     if is_built(name):
-        print(f"{name} is built: {built_library(name) or 'part of the installed DeepSpeed'}", flush=True)
+        print_lines(f"{name} is built: {built_library(name) or 'part of the installed DeepSpeed'}")
         return
     _check_tools()
     if name == "async_io":
@@ -146,7 +146,7 @@ def build(name: str) -> None:
     with _hold_build_lock(name):
         _remove_unfinished(name)
         _compile(name)
-    print(f"{name} is built: {built_library(name)}", flush=True)
+    print_lines(f"{name} is built: {built_library(name)}")
 
 
 def lock_holder(lock: Path) -> int | None:
@@ -222,7 +222,7 @@ def _remove_unfinished(name: str) -> None:
             raise UserError(f"{name} is being compiled by process {holder}", where=str(lock),
                             instead=f"wait for that process, or kill {holder}", exit_code=1)
         minutes = (time.time() - lock.stat().st_mtime) / 60
-        print(f"removing the stale lock {lock}: a build was killed {minutes:.0f} minutes ago", flush=True)
+        print_lines(f"removing the stale lock {lock}: a build was killed {minutes:.0f} minutes ago")
     shutil.rmtree(lock.parent, ignore_errors=True)
 
 
@@ -234,7 +234,7 @@ def _compile(name: str) -> None:
                f"from ezpz_llm.engine.deepspeed_import import load_op; {loads}"
                f"a().create_op_builder({OPS[name]!r}).load(verbose=True)")
     env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(building_dir()), "PATH": _search_path()}
-    print(f"building {name} (compiler output: {log})", flush=True)
+    print_lines(f"building {name} (compiler output: {log})")
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=output,
@@ -245,7 +245,7 @@ def _compile(name: str) -> None:
                     code = process.wait(_PROGRESS_S)
                     break
                 except subprocess.TimeoutExpired:
-                    print(f"building {name}: {time.monotonic() - started:.0f} s", flush=True)
+                    print_lines(f"building {name}: {time.monotonic() - started:.0f} s")
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -256,7 +256,7 @@ def _compile(name: str) -> None:
         raise UserError(f"compiling {name} failed: {_failure_reason(log)}", where=str(log), exit_code=1,
                         instead="see the log; headers and compiler must match the installed torch")
     (building_dir() / name).rename(ops_dir() / name)
-    print(f"building {name}: done in {time.monotonic() - started:.0f} s", flush=True)
+    print_lines(f"building {name}: done in {time.monotonic() - started:.0f} s")
 
 
 def _failure_reason(log: Path) -> str:

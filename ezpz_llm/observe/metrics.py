@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ezpz_llm.base import print_lines
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather_number, all_reduce
 from ezpz_llm.observe.history import OTHER, PHASES, check_no_history, is_finite, steady_steps, trim_history
@@ -403,7 +404,7 @@ class MetricsLog:
             self._progress.show(lines)
         first_non_finite = next((line["step"] for line in lines if not is_finite(line["loss"])), None)
         if first_non_finite is not None:
-            print(f"warning: the loss is not finite from step {first_non_finite} on", flush=True)
+            print_lines(f"warning: the loss is not finite from step {first_non_finite} on")
 
     def close(self, failed: bool) -> None:
         """Write all queued lines to the trackers and close them; see `Tracking.close`."""
@@ -490,9 +491,9 @@ class MetricsLog:
         elif not self._impossible_mfu and self._dist.is_main and self.work.peak is not None:
             self._impossible_mfu = True
             peak = self.work.peak
-            print(f"error: step {line['step']} has an MFU of {mfu:.2f}, which is impossible. The step time, the "
-                  f"{self.work.flops_per_token:.4g} FLOPs per token, or the peak of {peak.flops:.4g} FLOP/s "
-                  f"({peak.precision}, {peak.device}) is wrong. Omitting mfu for such steps", flush=True)
+            print_lines(f"error: step {line['step']} has an MFU of {mfu:.2f}, which is impossible. The step time, "
+                        f"the {self.work.flops_per_token:.4g} FLOPs per token, or the peak of {peak.flops:.4g} "
+                        f"FLOP/s ({peak.precision}, {peak.device}) is wrong. Omitting mfu for such steps")
 
 
 def _as_numbers(figures: Mapping[str, float | torch.Tensor | None]) -> dict[str, float | None]:

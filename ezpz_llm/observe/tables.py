@@ -36,6 +36,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     # Names of runs, nodes, and settings come from files, which other users may have written.
     rows = [[escape_control_characters(cell) for cell in row] for row in rows]
     columns = [escape_control_characters(name) for name in columns]
+    footer = footer and [escape_control_characters(cell) for cell in footer]
+    title = escape_control_characters(title)
     if not rich:
         return _plain(title, columns, rows, footer)
     from rich.box import ASCII, HEAVY_HEAD
@@ -56,7 +58,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 def table_text(content: Table, *, rich: bool = False) -> str:
     """Return a table as text, followed by one line per note."""
     return table(content.title, content.columns, content.rows, footer=content.footer, rich=rich) + "".join(
-        f"  {note}\n" for note in content.notes)
+        f"  {escape_control_characters(note)}\n" for note in content.notes)
 
 
 def wall_table(title: str, wall: Mapping[str, float]) -> Table:

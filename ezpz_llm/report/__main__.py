@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, escape_control_characters, require_package, run_command
+from ezpz_llm.base import UserError, escape_control_characters, print_lines, require_package, run_command
 from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.observe.history import steady_steps
 from ezpz_llm.observe.plots import COLORS, LETTERS, POINTS, Curve, curves_plot
@@ -53,17 +53,18 @@ def main(argv: Sequence[str]) -> int:
                                 "such line")
     if len(runs) > _MAX_RUNS:
         raise UserError(f"{len(runs)} runs are too many for one plot", instead=f"at most {_MAX_RUNS}")
-    print(report_text(runs, terminal_width(), color=wants_color()), end="")
+    color = wants_color()
+    print_lines(report_text(runs, terminal_width(), color=color), keeps_colors=color, end="")
     if options.html:
         from ezpz_llm.report.run_page import report_page
 
         write_file(options.html, report_page(runs), "--html")
-        print(f"\npage: {options.html}")
+        print_lines(f"\npage: {options.html}")
     if options.figures:
         from ezpz_llm.report.figures import write_figures
         from ezpz_llm.report.run_page import report_figures
 
-        print("\nfigures: " + ", ".join(map(str, write_figures(options.figures, report_figures(runs)))))
+        print_lines("\nfigures: " + ", ".join(map(str, write_figures(options.figures, report_figures(runs)))))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import UserError, require_package
+from ezpz_llm.base import UserError, print_lines, require_package
 from ezpz_llm.observe.history import History, steady_steps
 from ezpz_llm.observe.plots import downsample
 from ezpz_llm.observe.tables import Table
@@ -42,7 +42,7 @@ def write_own_page(run_dir: RunDir, history: History) -> None:
     try:
         require_package("matplotlib", run_dir.report.name, "figures")
     except UserError as error:
-        print(f"note: {error.found}: {error.instead}", flush=True)
+        print_lines(f"note: {error.found}: {error.instead}")
     else:
         write_atomic(run_dir.report, report_page([run_of(run_dir, history)]))
 

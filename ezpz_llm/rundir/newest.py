@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, print_lines
 from ezpz_llm.rundir.files import RunDir
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
         run_dir = RunDir(run.absolute())
         if _fits(run_dir, kind):
             if run != runs[0]:
-                print(f"note: reading {run}; {runs[0]} is newer, but not a {kind.name}", file=sys.stderr)
+                print_lines(f"note: reading {run}; {runs[0]} is newer, but not a {kind.name}", file=sys.stderr)
             return run_dir
     raise UserError(f"no {kind.name if runs else 'run'} in {folder}/", where=os.getcwd(), instead=instead)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.base import UserError, count_noun, print_lines
 from ezpz_llm.rundir.files import RunDir, append_lines, json_text, write_atomic
 
 MAX_WAITING = 100_000
@@ -202,4 +202,4 @@ def _reason(error: Exception) -> str:
 
 def _print_to_stderr(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr may be on the full disk too
-        print(text, file=sys.stderr, flush=True)
+        print_lines(text, file=sys.stderr)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ezpz_llm.base import UserError, count_noun, user_path
+from ezpz_llm.base import UserError, count_noun, print_lines, user_path
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.rundir import default_run_dir
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.options import Options, help_text, parse
 from ezpz_llm.scaling.planning import plan_study
-from ezpz_llm.scaling.study import Study, read_repeats, read_study, study_file
+from ezpz_llm.scaling.study import Study, read_own_study, read_repeats, study_file
 from ezpz_llm.scaling.study_report import report
 from ezpz_llm.scaling.study_runs import StudyInterrupted, remaining_runs, run_all, submit_points
 
@@ -28,15 +28,15 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parse(argv)
     if options.help:
-        print(help_text())
+        print_lines(help_text())
         return 0
     study, folder = _plan_or_read_study(options, argv)
     runs = remaining_runs(study, folder, options.only, options.retry_failed)
     if options.check:
         return 0
-    print(_description(study, folder, len(runs)), flush=True)
+    print_lines(_description(study, folder, len(runs)))
     if options.dry_run:
-        print(f"estimate   {estimate(study, folder, runs, Path('runs'), in_jobs=options.submit is not None)}")
+        print_lines(f"estimate   {estimate(study, folder, runs, Path('runs'), in_jobs=options.submit is not None)}")
         return 0
     if not study_file(folder).exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
         try:
             run_all(study, folder, runs)
         except StudyInterrupted as interruption:
-            print(f"not finished: {interruption}\n  continue with: {resume_command}", flush=True)
+            print_lines(f"not finished: {interruption}\n  continue with: {resume_command}")
         except (KeyboardInterrupt, SystemExit):
-            print(f"interrupted; continue with: {resume_command}", file=sys.stderr, flush=True)
+            print_lines(f"interrupted; continue with: {resume_command}", file=sys.stderr)
             raise
     return _report_results(study, folder, options)
 
@@ -61,15 +61,15 @@ def _plan_or_read_study(options: Options, typed: Sequence[str]) -> tuple[Study, 
     """Return the study and its absolute folder.
 
     Raises:
-        UserError: the folder contains a different study.
+        UserError: the folder contains a different study, or another user's.
     """
     folder = user_path(options.folder).absolute() if options.folder else default_run_dir("scale").path
     if not options.command:
-        return read_study(folder), folder
+        return read_own_study(folder), folder
     planned = plan_study(options, os.environ, Path.cwd(), ["ezpz-llm", "scale", *typed])
     if not study_file(folder).exists():
         return planned, folder
-    stored = read_study(folder)
+    stored = read_own_study(folder)
     if replace(planned, typed=stored.typed, notes=stored.notes) != stored:
         raise UserError("the folder contains a different study", where=str(folder),
                         instead=f"another --study, or ezpz-llm scale --study {folder} to continue the stored one")
@@ -95,6 +95,6 @@ def _report_results(study: Study, folder: Path, options: Options) -> int:
     if len(failures) < len(repeats) and (is_all or not options.only):
         report(folder)
     for repeat in failures:
-        print(f"failed: {repeat.point} run {repeat.repeat}: {repeat.error}\n"
-              f"  {to_typable(f'ezpz-llm why {folder / repeat.run_dir}')}", flush=True)
+        print_lines(f"failed: {repeat.point} run {repeat.repeat}: {repeat.error}\n"
+                    f"  {to_typable(f'ezpz-llm why {folder / repeat.run_dir}')}")
     return 1 if failures or remaining else 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ezpz_llm.base import UserError, open_regular
+from ezpz_llm.base import UserError, open_regular, print_lines
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import is_finite, steady_steps
 from ezpz_llm.rundir import RunDir, read_lines
@@ -152,8 +152,8 @@ def _read_split(run_dir: RunDir, ranks: int) -> Split | None:
             raise UserError(f"{len(split.ranks)} of {ranks} ranks left a trace")
         return split
     except UserError as error:
-        print(f"note: no step-time breakdown for {run_dir.path.name} of {run_dir.path.parent.name}: {error.found}",
-              flush=True)
+        print_lines(f"note: no step-time breakdown for {run_dir.path.name} of {run_dir.path.parent.name}: "
+                    f"{error.found}")
         return None
 
 

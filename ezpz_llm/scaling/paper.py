@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, require_package
+from ezpz_llm.base import UserError, print_lines, require_package
 from ezpz_llm.base.command_parser import CommandParser, typed_name
 from ezpz_llm.report.figures import COLUMN, PAGE, write_figures
 from ezpz_llm.rundir import write_file
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"the width must be 1 to 30 inches, not {options.width:g}", where="--width",
                         instead=f"{COLUMN} or {PAGE}")
     for path in write_paper(find(options.study), options.out or options.study / "paper", options.width):
-        print(path)
+        print_lines(path)
     return 0
 
 

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from ezpz_llm.base import NoFile, UserError, read_json
-from ezpz_llm.base.records import Whole, as_plain, as_record
+from ezpz_llm.base import (
+    MAX_NODES,
+    MAX_REPEATS,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    NoFile,
+    UserError,
+    is_own,
+    parse_json,
+    read_json,
+    read_own,
+)
+from ezpz_llm.base.records import (
+    Bytes,
+    Count,
+    FileName,
+    Finite,
+    InnerPath,
+    Positive,
+    Rank,
+    Ranks,
+    Seconds,
+    Whole,
+    as_plain,
+    as_record,
+)
 from ezpz_llm.rundir import RunDir, append_line, locked, read_lines, without_secrets, write_json
 from ezpz_llm.rundir.records import Environment, Launch, read_record
 
 _VERSION = 1
+_MAX_RUNS = 100_000
+"""Maximum number of runs of a study. Their order and their records are held in memory."""
+
+Nodes = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 
 
 class Point(Struct, frozen=True):
@@ -29,20 +58,23 @@ class Point(Struct, frozen=True):
         command: training command with its batch.
     """
 
-    name: str
+    name: FileName
     mode: Mode
     ds_config: str
-    nodes: Whole
-    ranks: Whole
-    global_batch: Whole
-    micro_batch: Whole
-    accumulation: Whole
+    nodes: Nodes
+    ranks: Ranks
+    global_batch: Count
+    micro_batch: Count
+    accumulation: Count
     launch: tuple[str, ...]
     command: tuple[str, ...]
 
 
 class Study(Struct, frozen=True):
     """Definition of a study.
+
+    Raises:
+        UserError: it has too many runs, or two points of the same name.
 
     Attributes:
         unit: unit of the sizes, nodes or ranks.
@@ -54,14 +86,21 @@ class Study(Struct, frozen=True):
     """
 
     unit: str
-    repeats: Whole
+    repeats: Annotated[int, Meta(ge=1, le=MAX_REPEATS)]
     seed: Whole
     typed: tuple[str, ...]
     directory: str
     hosts: str | None
-    threads: Whole | None
-    points: tuple[Point, ...]
+    threads: Count | None
+    points: Annotated[tuple[Point, ...], Meta(min_length=1)]
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.points) * self.repeats > _MAX_RUNS:
+            raise UserError(f"{len(self.points)} points x {self.repeats} repeats are more than {_MAX_RUNS:,} runs",
+                            where="the study", instead="fewer --repeats, sizes, or layouts")
+        if len({point.name for point in self.points}) < len(self.points):
+            raise UserError("two points have the same name", where="the study", instead="a new --study")
 
     def point(self, name: str) -> Point:
         """Return the point named `name`.
@@ -103,16 +142,42 @@ def run_dir_of(folder: Path, point: Point, repeat: int) -> RunDir:
 
 
 def read_study(folder: Path) -> Study:
-    """Read the study in `folder`.
+    """Read the study in `folder`, perhaps of another user, to report it.
 
     Raises:
         UserError: there is no study, or its file is invalid or from another version.
     """
+    with _explained_missing_study(folder):
+        return _as_study(read_json(study_file(folder)), folder)
+
+
+def read_own_study(folder: Path) -> Study:
+    """Read the study in `folder`, to run its commands.
+
+    Raises:
+        UserError: as in `read_study`; or another user owns the folder or the file, or can write them.
+    """
+    with _explained_missing_study(folder):
+        # Resolve links once, so that the file is read from the folder whose owner was checked.
+        path = study_file(folder.resolve())
+        content = read_own(path)
+    if content is None or not is_own(path.parent):
+        raise UserError("another user owns this study or can write it, and --study would run its commands",
+                        where=str(folder), instead=f"ezpz-llm scale report {folder} for its results, or a study of "
+                                                   "your own")
+    return _as_study(parse_json(content, str(path)), folder)
+
+
+@contextlib.contextmanager
+def _explained_missing_study(folder: Path) -> Iterator[None]:
     try:
-        stored = read_json(study_file(folder))
+        yield
     except NoFile:
         raise UserError("this is not a study: it has no study.json", where=str(folder),
                         instead="the folder that ezpz-llm scale printed (runs/scale-…)") from None
+
+
+def _as_study(stored: Any, folder: Path) -> Study:
     if not isinstance(stored, dict) or stored.get("version") != _VERSION:
         raise UserError("study.json was written by another version", where=str(study_file(folder)))
     return as_record(Study, stored, str(study_file(folder)))
@@ -131,6 +196,8 @@ Mode = Literal["weak", "strong"]
 
 SPLIT = ("compute", "exposed_communication", "data", "optimizer", "other")
 """Keys of `Repeat.split`."""
+
+StepSeconds = Annotated[float, Meta(ge=1e-7, le=MAX_SECONDS)]
 
 
 class Repeat(Struct, frozen=True):
@@ -157,28 +224,34 @@ class Repeat(Struct, frozen=True):
         error: reason for the failure; None if the run succeeded.
     """
 
-    point: str
+    point: FileName
     mode: Mode
     ds_config: str
-    nodes: Whole
-    ranks: Whole
-    repeat: Whole
-    global_batch: Whole
-    micro_batch: Whole
-    accumulation: Whole
-    run_dir: str
-    block_size: Whole = 0
-    step_times_s: tuple[float, ...] = ()
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    peak_device_bytes: Whole | None = None
-    peak_host_bytes: Whole | None = None
-    split: dict[str, float] | None = None
-    slowest_rank: Whole | None = None
+    nodes: Nodes
+    ranks: Ranks
+    repeat: Annotated[int, Meta(ge=0, lt=MAX_REPEATS)]
+    global_batch: Count
+    micro_batch: Count
+    accumulation: Count
+    run_dir: InnerPath
+    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    step_times_s: Annotated[tuple[StepSeconds, ...], Meta(max_length=1_000_000)] = ()
+    tokens_per_second: Positive | None = None
+    mfu: Finite | None = None
+    peak_device_bytes: Bytes | None = None
+    peak_host_bytes: Bytes | None = None
+    split: dict[str, Seconds] | None = None
+    slowest_rank: Rank | None = None
     slowest_host: str | None = None
-    first_loss: float | None = None
-    last_loss: float | None = None
+    first_loss: Finite | None = None
+    last_loss: Finite | None = None
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.split is not None and (self.split.keys() != {*SPLIT} or not sum(self.split.values())):
+            raise ValueError("the step-time breakdown is incomplete")
+        if self.step_times_s and self.error is None and not self.block_size:
+            raise ValueError("block_size is missing")
 
     @property
     def step_tokens(self) -> int:
@@ -192,16 +265,26 @@ def points_file(study: Path) -> Path:
 
 
 def add_repeat(study: Path, repeat: Repeat) -> None:
-    """Append a finished repeat under a lock, since jobs of one study may append concurrently."""
-    with locked(study, math.inf):
-        append_line(points_file(study), as_plain(repeat))
+    """Append a finished repeat under a lock, since jobs of one study may append concurrently.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    path = points_file(study)
+    try:
+        with locked(study, math.inf):
+            append_line(path, as_plain(repeat))
+    except OSError as error:
+        raise UserError(f"cannot write {path.name}: {error.strerror}", where=str(path), exit_code=1,
+                        instead="make the folder writable, then continue; the finished run is kept: "
+                                f"ezpz-llm scale --study {study}") from error
 
 
 def read_repeats(study: Path) -> list[Repeat]:
     """Return the finished repeats in order of completion; for a repeat that was run again, only the last run.
 
     Raises:
-        UserError: a line is not a valid repeat.
+        UserError: a line is not a valid repeat, or there are more repeats than a study can have.
     """
     path = points_file(study)
     repeats: dict[tuple[str, int], Repeat] = {}
@@ -210,6 +293,8 @@ def read_repeats(study: Path) -> list[Repeat]:
             repeat = as_record(Repeat, line, str(path))
             repeats.pop((repeat.point, repeat.repeat), None)
             repeats[repeat.point, repeat.repeat] = repeat
+            if len(repeats) > _MAX_RUNS:
+                raise UserError(f"a study has at most {_MAX_RUNS:,} runs", where=str(path))
     except UserError as error:
         raise UserError(f"the line after {len(repeats)} runs is not a run of a study: {error.found}",
                         where=error.where, instead="remove that line") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from ezpz_llm.base import UserError, require_package
+from ezpz_llm.base import UserError, escape_control_characters, print_lines, require_package
 from ezpz_llm.base.command_parser import CommandParser, typed_name
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.observe.plots import COLORS, LETTERS, Curve as PlotCurve, curves_plot
@@ -36,18 +36,19 @@ def report(folder: Path, at: Sequence[int] = ()) -> None:
         UserError: as in findings.find, or a file cannot be written.
     """
     findings = find(folder, at)
-    print(findings_text(findings, terminal_width(), color=wants_color()))
+    color = wants_color()
+    print_lines(findings_text(findings, terminal_width(), color=color), keeps_colors=color)
     record = report_record(findings)
     write_file(folder / "report.json", json.dumps(as_plain(record), indent=2) + "\n")
     write_file(folder / "report.csv", _as_csv(record))
     try:
         require_package("matplotlib", "the page", "figures")
     except UserError as error:
-        print(f"page: not written: {error.found}: {error.instead}")
+        print_lines(f"page: not written: {error.found}: {error.instead}")
     else:
         write_file(folder / "report.html", findings_page(findings))
-        print(f"page: {folder / 'report.html'}")
-    print(f"numbers: {folder / 'report.csv'}, {folder / 'report.json'}")
+        print_lines(f"page: {folder / 'report.html'}")
+    print_lines(f"numbers: {folder / 'report.csv'}, {folder / 'report.json'}")
 
 
 def report_main(argv: Sequence[str]) -> int:
@@ -74,10 +75,10 @@ def compare_main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     comparison = compare(*(find(folder) for folder in options.studies))
     if options.json:
-        print(json.dumps(as_plain(comparison.record()), indent=2))
+        print_lines(json.dumps(as_plain(comparison.record()), indent=2))
         return 0
     for comparison_table in comparison_tables(comparison):
-        print(table_text(comparison_table, rich=wants_color()))
+        print_lines(table_text(comparison_table, rich=wants_color()), keeps_colors=wants_color())
     return 0
 
 
@@ -99,7 +100,7 @@ def _as_csv(record: ReportRecord) -> str:
 
 def findings_text(findings: Findings, width: int, *, color: bool) -> str:
     """Return the results as text for a terminal, with escape codes only if `color`."""
-    text = f"Study {findings.name}\n" + _wrapped(study_notes(findings), width)
+    text = escape_control_characters(f"Study {findings.name}\n") + _wrapped(study_notes(findings), width)
     for section in sections(findings):
         for part in section.tables:
             text += "\n" + (table(part.title, part.columns, part.rows, rich=color) if part.columns else "")
@@ -113,15 +114,16 @@ def _efficiency_plot(curves: Sequence[Curve], width: int, *, color: bool) -> str
     """Plot the efficiency of the curves of one mode, each with its letter."""
     drawn, keys = [], []
     for i, curve in enumerate(curves):
-        letter = LETTERS[i % len(LETTERS)]
-        drawn.append(PlotCurve(curve.name, [curve.size(point) for point in curve.points],
+        letter, name = LETTERS[i % len(LETTERS)], escape_control_characters(curve.name)
+        drawn.append(PlotCurve(name, [curve.size(point) for point in curve.points],
                                [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
                                color=COLORS[i % len(COLORS)] if color and len(curves) > 1 else -1))
-        keys.append(f"  {letter} {curve.name}\n")
+        keys.append(f"  {letter} {name}\n")
     return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", curves[0].unit, "%", width,
                        color=color) + "".join(keys)
 
 
 def _wrapped(sentences: Iterable[str], width: int) -> str:
-    return "".join(textwrap.fill(sentence, width, initial_indent="  ", subsequent_indent="    ",
-                                 break_long_words=False, break_on_hyphens=False) + "\n" for sentence in sentences)
+    return "".join(textwrap.fill(escape_control_characters(sentence), width, initial_indent="  ",
+                                 subsequent_indent="    ", break_long_words=False,
+                                 break_on_hyphens=False) + "\n" for sentence in sentences)

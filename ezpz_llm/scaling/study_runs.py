@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, print_lines
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.launch.liveness import read_live_state
 from ezpz_llm.launch.option_parsing import value_of
@@ -94,7 +94,7 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
                                 instead="wait for it, or choose other points with --point")
             result = _run_repeat(study, folder, point, repeat, hosts_options(allocation, chosen))
         longest = max(longest, time.monotonic() - began)
-        print(f"[{number:>{len(str(len(runs)))}}/{len(runs)}] {_summary(result, study, chosen)}", flush=True)
+        print_lines(f"[{number:>{len(str(len(runs)))}}/{len(runs)}] {_summary(result, study, chosen)}")
 
 
 def _run_repeat(study: Study, folder: Path, point: Point, repeat: int,
@@ -125,7 +125,7 @@ def _wait_for_exit(run_dir: RunDir) -> None:
     record, announced = read_record(run_dir), False
     while read_live_state(run_dir, record, _SILENT_S) is not None:
         if not announced:
-            print(f"waiting for an earlier attempt to exit: {run_dir.path}", flush=True)
+            print_lines(f"waiting for an earlier attempt to exit: {run_dir.path}")
         announced = True
         time.sleep(1)
         record = read_record(run_dir)
@@ -187,7 +187,7 @@ def submit_points(study: Study, folder: Path, points: Sequence[Point], words: Se
         command = [sys.executable, "-m", "ezpz_llm.submit", *words, "--nodes", str(point.nodes),
                    "--name", point.name, "--run-dir", str(folder / "points" / point.name / "job"), "--",
                    "ezpz-llm", "scale", "--study", str(folder), "--point", point.name]
-        print(f"{point.name}:", flush=True)
+        print_lines(f"{point.name}:")
         process = subprocess.run(command, cwd=study.directory, stdin=subprocess.DEVNULL, check=False)
         if process.returncode:
             raise UserError(f"submit failed for {point.name}; the {number} jobs before it are queued", exit_code=1,

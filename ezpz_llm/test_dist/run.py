@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.base import count_noun
+from ezpz_llm.base import count_noun, print_lines
 from ezpz_llm.check.findings import findings_text, is_fit, verdict
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
@@ -212,7 +212,7 @@ def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: in
     lines: list[dict[str, Any]] = []
     losses: list[torch.Tensor] = []
     if dist.is_main:
-        print(_LEGEND, flush=True)
+        print_lines(_LEGEND)
     for step in range(steps):
         heartbeat.beat(TRAINING, step)
         if profile:
@@ -248,7 +248,7 @@ def _flush(losses: list[torch.Tensor], timeline: StepTimeline, completed_steps: 
     if dist.is_main:
         for line in lines:
             append_line(dist.run_dir.metrics, line)
-            print(_iteration_line(line), flush=True)
+            print_lines(_iteration_line(line))
     return lines
 
 
@@ -298,8 +298,8 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
     heartbeat = Heartbeat(os.environ)
     heartbeat.beat(RENDEZVOUS)
     with setup(device=options.device, run_dir=options.run_dir, name="test_dist", timeout_s=TIMEOUT_S) as dist:
-        print(f"[{dist.device}][rank={dist.rank}/{dist.world_size - 1}][{dist.info.local_rank}]"
-              f"[{socket.gethostname()}]", flush=True)
+        print_lines(f"[{dist.device}][rank={dist.rank}/{dist.world_size - 1}][{dist.info.local_rank}]"
+                    f"[{socket.gethostname()}]")
         heartbeat.beat(STARTING)
         run_together(dist, lambda: reject_used_directory(dist.run_dir.path), on_main=True)
         engine = _engine(resolved, dist, options.seed, import_seconds)
@@ -309,10 +309,10 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
             update_record(dist.run_dir, environment=environment, import_seconds=import_seconds,
                           config={"ds_config": options.ds_config, "steps": options.steps, "seed": options.seed,
                                   "batch": asdict(resolved.batch), "device": options.device})
-            print(description(dist, resolved, environment, import_seconds), flush=True)
+            print_lines(description(dist, resolved, environment, import_seconds))
         measured = measure_reductions(dist)
         if dist.is_main:
-            print(_reductions_table(measured), flush=True)
+            print_lines(_reductions_table(measured))
         profile = PythonProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
         before = held_out_loss(engine, dist, options.seed)
         lines = train(engine, dist, heartbeat, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
@@ -325,9 +325,9 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
                 fit=is_fit(findings), findings=findings,
                 held_out_loss={"before": before, "after": after},
                 reductions=[asdict(result) for result in measured], spread=_metric_spreads(lines)))
-            print(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, findings,
-                               dist.world_size), flush=True)
-        print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
+            print_lines(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, findings,
+                                     dist.world_size), keeps_colors=wants_color())
+        print_lines(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s")
     return 0 if is_fit(findings) else 1
 
 

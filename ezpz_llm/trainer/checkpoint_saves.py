@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from ezpz_llm import checkpoint
+from ezpz_llm.base import print_lines
 from ezpz_llm.launch.variables import SAVING
 from ezpz_llm.rundir.records import CheckpointCost
 from ezpz_llm.trainer.callbacks.spike_guard import SpikeGuard
@@ -32,7 +33,7 @@ def save(session: Session, *, blocking: bool = False) -> None:
         note = saver.start(session.engine, progress, at_once=blocking)
         if note and session.dist.is_main:
             session.metrics.erase_live_line()
-            print(f"note: checkpoints are not written in the background: {note}", flush=True)
+            print_lines(f"note: checkpoints are not written in the background: {note}")
         return saver.finish() if blocking or not saver.in_background else None
 
     _attempt(session, start)
@@ -66,8 +67,8 @@ def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) ->
         checkpoints.error = error
         if session.dist.is_main and session.step < session.config.steps and session.stop is None:
             session.metrics.erase_live_line()
-            print(f"warning: {error}\n  training continues; the next checkpoint will be attempted when it is due",
-                  file=sys.stderr, flush=True)
+            print_lines(f"warning: {error}\n  training continues; the next checkpoint will be attempted when it is "
+                        "due", file=sys.stderr)
         return
     if saved is not None:
         checkpoints.error, checkpoints.latest_step = None, saved.step

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, print_lines
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.launch.addresses import is_local_address
@@ -17,6 +17,7 @@ from ezpz_llm.launch.devices import has_no_accelerator
 from ezpz_llm.launch.precheck import CheckReport, read_places
 from ezpz_llm.layout.layout import Places
 from ezpz_llm.trainer.callbacks.callback import Callback
+from ezpz_llm.trainer.callbacks.callback_checks import check_callbacks
 from ezpz_llm.trainer.check_report import explain_plan, setting_warnings, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
@@ -29,14 +30,15 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     if {"--check", "--json"} <= set(argv):
         return _check_as_json(argv)
     options = parse(argv)
+    check_callbacks(callbacks)
     if options.print_config:
-        print(dump(options.config), end="")
+        print_lines(dump(options.config), end="")
         return 0
     if options.check:
         report = _check(options)
-        print(report.explanation)
+        print_lines(report.explanation)
         for text in report.warnings:
-            print(text, file=sys.stderr)
+            print_lines(text, file=sys.stderr)
         return 0
     from ezpz_llm.trainer.callbacks.installed_callbacks import installed_callbacks
     from ezpz_llm.trainer.run import run
@@ -51,7 +53,7 @@ def _check_as_json(argv: Sequence[str]) -> int:
         report = _check(parse(argv))
     except UserError as error:
         report, code = CheckReport(error=error.found, where=error.where, instead=error.instead), error.exit_code
-    print(json.dumps(asdict(report)))
+    print_lines(json.dumps(asdict(report)))
     return code
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from ezpz_llm.base import NoFile, UserError, read_yaml, unknown_name_error
+from ezpz_llm.base import NoFile, UserError, print_lines, read_yaml, unknown_name_error
 from ezpz_llm.base.command_parser import HelpFormatter, examples, typed_name, wrap_paragraph
 from ezpz_llm.base.synonyms import synonym, unknown_option_error
 from ezpz_llm.layout.batch import SPELLINGS, option_of
@@ -72,9 +72,9 @@ class _ShortHelp(argparse.Action):
         for option in _COMMON_OPTIONS:
             action = parser._option_string_actions[option]
             page.add_argument(option, metavar=action.metavar, help=action.help)
-        print(page.format_help())
+        print_lines(page.format_help())
         sections = "; ".join(SECTIONS.values())
-        print(wrap_paragraph(f"--help-all lists all {len(FIELDS)} settings, in groups: {sections}."))
+        print_lines(wrap_paragraph(f"--help-all lists all {len(FIELDS)} settings, in groups: {sections}."))
         parser.exit()
 
 

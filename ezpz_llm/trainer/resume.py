@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, shorten_value, user_path
+from ezpz_llm.base import UserError, is_own, shorten_value, user_path
 from ezpz_llm.checkpoint.retention import find, has_checkpoint
 from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.layout.batch import option_of
@@ -164,6 +164,8 @@ def _with_settings(options: Options, run: RunDir, record: RunRecord) -> Options:
     settings = {name: value for name, value in saved.items()
                 if name in FIELDS and name not in chosen | _PER_ATTEMPT
                 and (name not in sources or sources[name].origin not in _REDERIVED)}
+    if not is_own(run.record):  # a folder that another user named must not be written to
+        settings.pop("nvme_path", None)
     if "ds_config" in chosen:  # the run may have had the same one with another --tp
         settings = {name: value for name, value in settings.items() if name not in _OF_LAYOUT}
     settings = {**{name: value for name, value in settings.items() if name not in _BATCH}, **_batch(run, chosen)}

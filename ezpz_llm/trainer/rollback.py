@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ezpz_llm import checkpoint
+from ezpz_llm.base import print_lines
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.checkpoint.state import State
 from ezpz_llm.rundir.records import Rollback, read_record, update_record
@@ -65,8 +66,8 @@ def _roll_back(session: Session, source: str | Path, reason: str) -> None:
     session.metrics.rewind(session.step)
     skipped = session.data.position.consumed - (loaded.state.consumed or 0)
     if session.dist.is_main:
-        print(f"warning: {reason}\n  rolled back from step {reached} to the checkpoint of step {session.step}; the "
-              f"{skipped} samples since then are skipped", file=sys.stderr, flush=True)
+        print_lines(f"warning: {reason}\n  rolled back from step {reached} to the checkpoint of step "
+                    f"{session.step}; the {skipped} samples since then are skipped", file=sys.stderr)
         run_dir = session.dist.run_dir
         rollback = Rollback(from_step=reached, to_step=session.step, samples_passed_over=skipped, why=reason)
         session.dist.side.attempt("the rollback in run.json", lambda: update_record(

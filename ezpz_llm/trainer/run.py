@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ezpz_llm import checkpoint
+from ezpz_llm.base import print_lines
 from ezpz_llm.checkpoint.retention import Keep
 from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.checkpoint.state import State
@@ -38,6 +39,7 @@ from ezpz_llm.observe.history import rename_old_metrics
 from ezpz_llm.observe.trackers import parse_trackers
 from ezpz_llm.rundir import ignore_print_errors
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
+from ezpz_llm.trainer.callbacks.callback_checks import check_callbacks
 from ezpz_llm.trainer.callbacks.callback_order import ordered_callbacks
 from ezpz_llm.trainer.callbacks.callback_runner import Callbacks
 from ezpz_llm.trainer.callbacks.hellaswag_score import hellaswag_items
@@ -67,12 +69,11 @@ def broadcast_resume_point(options: Options, dist: Dist) -> ResumePoint:
     point = broadcast(dist, run_together(dist, lambda: find_resume_point(options), on_main=True))
     if dist.is_main:
         for note in point.notes:
-            print(f"note: {note}", flush=True)
+            print_lines(f"note: {note}")
         if point.renames_old_metrics:
-            print(f"note: the metrics of the earlier attempt are kept as {rename_old_metrics(dist.run_dir)}",
-                  flush=True)
+            print_lines(f"note: the metrics of the earlier attempt are kept as {rename_old_metrics(dist.run_dir)}")
         if point.complete:
-            print(point.complete, flush=True)
+            print_lines(point.complete)
     return point
 
 
@@ -182,11 +183,11 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
         torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state.step % 2**24) % 2**63)
     if dist.is_main:
         for damage in loaded.skipped:
-            print(f"warning: {damage.found}\n  where:   {damage.where}\n"
-                  f"  the run resumes from {loaded.folder.name} instead", file=sys.stderr, flush=True)
-        print(f"resuming after step {state.step} ({state.consumed} samples) from {loaded.folder}", flush=True)
+            print_lines(f"warning: {damage.found}\n  where:   {damage.where}\n"
+                        f"  the run resumes from {loaded.folder.name} instead", file=sys.stderr)
+        print_lines(f"resuming after step {state.step} ({state.consumed} samples) from {loaded.folder}")
         if (changes := resume_warning(plan, state.step)) is not None:
-            print(f"warning: {changes}", file=sys.stderr, flush=True)
+            print_lines(f"warning: {changes}", file=sys.stderr)
     return state
 
 
@@ -197,6 +198,7 @@ def run(options: Options, callbacks: Sequence[Callback] = ()) -> int:
         callbacks: callbacks besides the trainer's own.
     """
     ignore_print_errors()
+    check_callbacks(callbacks)
     config = options.config
     clock, heartbeat = WallClock(), Heartbeat(os.environ)
     clock.passed("imports")
@@ -223,5 +225,5 @@ def run(options: Options, callbacks: Sequence[Callback] = ()) -> int:
         finally:
             session.metrics.close(failed=code != 0)
             for lost in dist.side.close():
-                print(f"warning: {lost}", file=sys.stderr, flush=True)
+                print_lines(f"warning: {lost}", file=sys.stderr)
         return code

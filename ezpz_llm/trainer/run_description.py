@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ezpz_llm.base import count_noun
+from ezpz_llm.base import count_noun, print_lines
 from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.data.shards import TokenData
@@ -54,7 +54,7 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
         dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
     text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if plan.verbose else
             first_screen(plan, data, dist, terminal_width()))
-    print(text + align_rows(_remarks(plan, data, dist, work, flops), terminal_width()), flush=True)
+    print_lines(text + align_rows(_remarks(plan, data, dist, work, flops), terminal_width()))
 
 
 def _describe_data(data: TokenData) -> Data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from ezpz_llm.base import print_lines
 from ezpz_llm.launch.variables import ENDING
 from ezpz_llm.observe import (
     PythonProfile,
@@ -45,8 +46,8 @@ def finish(session: Session) -> int:
             checkpoints=checkpoint_cost(session))
         optional.attempt("the summary", lambda: report(session, straggler, bubble))
     if stopped is not None and session.dist.is_main and not session.has_failed:
-        print(f"stopped after step {session.step} of {session.config.steps}: {stopped}\n"
-              f"  continue with: the same command and --resume {session.dist.run_dir.path}", flush=True)
+        print_lines(f"stopped after step {session.step} of {session.config.steps}: {stopped}\n"
+                    f"  continue with: the same command and --resume {session.dist.run_dir.path}")
     errors = []
     [checks] = session.callbacks.of_kind(SelfChecks)
     if session.config.overfit_one_batch and not stopped and (failure := checks.overfit_failure()):
@@ -59,7 +60,7 @@ def finish(session: Session) -> int:
         errors.append(str(checkpoints.error))
     if session.dist.is_main:
         for error in errors:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print_lines(f"error: {error}", file=sys.stderr)
     return 1 if errors else 0
 
 
@@ -78,18 +79,18 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None)
     charts = optional.attempt("plotting", lambda: plot_run(run_dir, color=color, history=history, side=side))
     if charts is not None and (session.stop is None or session.has_failed):
         # Not after an early stop, to keep the output short; plots/ and report.html have the charts.
-        print("\n" + charts)
+        print_lines("\n" + charts, keeps_colors=color)
     if session.plan.verbose:
         if summary is not None:
-            print(breakdown_tables(summary, session.dist.world_size, rich=color))
+            print_lines(breakdown_tables(summary, session.dist.world_size, rich=color), keeps_colors=color)
         if memory is not None:
-            print(memory_table(memory, rich=color))
+            print_lines(memory_table(memory, rich=color), keeps_colors=color)
     side.update_record(
         run_dir, val_loss=summary and summary.val_loss, summary=summary,
         memory=memory, load_at_end=load_now())
     side.attempt("report.html", lambda: write_own_page(run_dir, history))
     if summary is None:
-        print(f"warning: {run_dir.metrics} contains no steps: no summary", flush=True)
+        print_lines(f"warning: {run_dir.metrics} contains no steps: no summary")
     else:
         result = final_text(summary, run_dir, profile, memory and memory.peak)
-        print(result, next_commands(session), sep="\n", end="", flush=True)
+        print_lines(f"{result}\n{next_commands(session)}", end="")

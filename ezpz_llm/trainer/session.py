@@ -74,7 +74,7 @@ class Session:
 
     @step.setter
     def step(self, step: int) -> None:
-        self.callbacks.context.step = step
+        self.callbacks.context._step = step
 
     @property
     def spikes(self) -> SpikeDetector:

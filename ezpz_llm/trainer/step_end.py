@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.launch.variables import EVALUATING, SAMPLING
 from ezpz_llm.model.compile import eager
-from ezpz_llm.trainer.callbacks.callback import Callback
+from ezpz_llm.trainer.callbacks.callback_checks import Registered
 from ezpz_llm.trainer.callbacks.callback_runner import is_due
 from ezpz_llm.trainer.checkpoint_saves import save
 from ezpz_llm.trainer.session import Session, Stop
@@ -90,7 +90,7 @@ def validate(session: Session) -> None:
     session.metrics.record_validation(session.step, loss, tokens)
 
 
-def evaluate(session: Session, callbacks: Sequence[Callback], phase: str) -> None:
+def evaluate(session: Session, callbacks: Sequence[Registered], phase: str) -> None:
     """Call the callbacks' evaluations, with the model in evaluation mode.
 
     Args:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from slowness import scaled
 
 from ezpz_llm.base import untrusted_input
 from ezpz_llm.base.errors import UserError
@@ -49,7 +48,7 @@ def test_valid_files_are_parsed(file):
 
 
 @pytest.mark.parametrize("text", [
-    '{"a": "\\ud83d\\ude00 é", "b": 1e3, "c": 12345678901234567890123, "a": "last"} \r', "[[1.5, null], true]",
+    '{"a": "\\ud83d\\ude00 é", "b": 1e3, "c": 1234567890123456789, "a": "last"} \r', "[[1.5, null], true]",
     '{"a": ' + 98 * "[" + 98 * "]" + "}"])
 def test_common_json_is_parsed_as_by_the_json_module(text):
     assert untrusted_input.parse_plain_json(text.encode()) == json.loads(text)
@@ -58,7 +57,7 @@ def test_common_json_is_parsed_as_by_the_json_module(text):
 @pytest.mark.parametrize("text", [
     b"", b" \n", b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": "\xff"}', b'{"\xff": 1}', b'{"a": 1} x',
     b'{"a": "\t"}', b'{"a": ' + 101 * b"[" + 101 * b"]" + b"}", 101 * b"[" + 101 * b"]", 100_000 * b"[",
-    b'{"a": ' + 5000 * b"9" + b"}", b'\xef\xbb\xbf{"a": 1}'])
+    b'{"a": ' + 5000 * b"9" + b"}", b'{"a": [1, {"b": -' + 20 * b"9" + b"}]}", b'\xef\xbb\xbf{"a": 1}'])
 def test_other_json_is_left_to_parse_json(text):
     assert untrusted_input.parse_plain_json(text) is None
 
@@ -119,9 +118,10 @@ MERGES = "a: &a {x: 1, y: 2}\n" + "".join(
 
 @pytest.mark.parametrize(("reader", "content"), [
     *((untrusted_input.read_json, content) for content in (
-        "[" * DEEP, "[" * 500 + "]" * 500, '{"a":' * DEEP, "1" * 5000, b"\xff", "", "{a}")),
+        "[" * DEEP, "[" * 500 + "]" * 500, '{"a":' * DEEP, b"\xff", "", "{a}")),
     *((untrusted_input.read_commented_json, content) for content in (
-        "[" * DEEP, '{"a": 1, "a": 2}', '{"a": NaN}', "/*" * DEEP, '"\\' * DEEP, "," * DEEP + "/**/" * DEEP)),
+        "[" * DEEP, '{"a": 1, "a": 2}', '{"a": NaN}', '{"a": 1e999}', "1" * 5000,
+        "/*" * DEEP, '"\\' * DEEP, "," * DEEP + "/**/" * DEEP)),
     *((_toml, content) for content in (
         "a = " + "[" * 900 + "]" * 900, "a." * 100_000 + "a = 1", "a = " + "1" * 5000, "a = 1\na = 2")),
     *((untrusted_input.read_yaml, content) for content in (
@@ -134,17 +134,14 @@ def test_hostile_content_raises_a_user_error(reader, content, file):
     assert str(raised.value.where).startswith(str(file(""))), raised.value.where
 
 
-def test_digits_are_limited_without_the_interpreter_limit(file):
-    if sys.version_info < (3, 11):
-        pytest.skip("Python before 3.11 cannot set its own limit")
-    import subprocess
-
-    done = subprocess.run([sys.executable, "-X", "int_max_str_digits=0", "-c",
-                           "import sys; from pathlib import Path; from ezpz_llm.base import untrusted_input\n"
-                           "try: untrusted_input.read_json(Path(sys.argv[1]))\n"
-                           "except untrusted_input.UserError as error: print(error)", str(file("1" * 5000))],
-                          capture_output=True, text=True, timeout=scaled(60))
-    assert "5000 digits" in done.stdout, done.stderr
+@pytest.mark.parametrize(("digits", "value"), [
+    ("9" * 19, 10**19 - 1), ("9" * 25, 1e25), ("9" * 5000, math.inf), ("-" + "9" * 5000, -math.inf)])
+def test_integers_beyond_64_bits_become_floats(file, digits, value):
+    """Arithmetic with a longer integer raises OverflowError, and parsing it takes quadratic time."""
+    path = file(f'{{"a": [{digits}]}}\n')
+    for content in (untrusted_input.read_json(path), *untrusted_input.read_json_lines(path)):
+        [number] = content["a"]
+        assert (number, type(number)) == (value, type(value))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\0", "a\\b", "x" * 300, 3, None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from slowness import scaled
 
 from ezpz_llm import base
 from ezpz_llm.base import count_noun
-from ezpz_llm.base.errors import UserError, run_command, unknown_name_error
+from ezpz_llm.base.errors import EXIT_USAGE, UserError, run_command, unknown_name_error
 from ezpz_llm.base.package_data import user_path
 
 
@@ -89,3 +90,19 @@ def test_messages_have_no_optional_plural():
                  if isinstance(node, ast.Constant) and isinstance(node.value, str))
         optional_plurals += [(path.name, text) for text in texts if re.search(r"\w\(e?s\)", text)]
     assert optional_plurals == []
+
+
+@pytest.mark.parametrize("code", ["0", "None", "256", "False"])
+def test_exit_of_other_code_is_not_success(tmp_path: Path, code: str) -> None:
+    """A plug-in or a library that calls sys.exit(0) must not make an unfinished command look successful."""
+    (tmp_path / "other.py").write_text(f"import sys\ndef act(_):\n    sys.exit({code})\n")
+    program = "import other; from ezpz_llm.base import run_command; raise SystemExit(run_command(other.act, []))"
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          text=True, capture_output=True, timeout=scaled(60), check=False)
+    assert done.returncode == 1
+    assert f"error: the command was ended by sys.exit({code})\n  where:   {tmp_path}/other.py" in done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 256])
+def test_user_error_never_exits_with_0(code: int) -> None:
+    assert UserError("x", exit_code=code).exit_code == EXIT_USAGE

@@ -256,6 +256,25 @@ def test_the_hashed_content_is_the_code_that_runs(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "__pycache__").exists()
 
 
+@pytest.mark.parametrize(("command", "message"), [
+    ("ezpz-llm certify --layouts " + "ddp," * 2_000_000, "command is 'ezpz-llm certify"),
+    ("ezpz-llm certify --steps 1000000000000", "--steps 1000000000000 is too many"),
+    ("ezpz-llm certify --world " + "9" * 5000, "is not a list of up to 16 world sizes"),
+    ("ezpz-llm certify --world " + ",".join(map(str, range(1, 2000))), "is not a list of up to 16 world sizes"),
+    ("ezpz-llm certify --world 1,2,3,4,5,6,7,8 --layouts "
+     + ",".join("./" * depth + "zero1.json" for depth in range(1, 120)), "cases are more than 2000")])
+def test_counts_in_a_certificate_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str,
+                                             message: str) -> None:
+    """A long list of layouts or world sizes would take minutes to plan."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "ds_configs/zero1.json", tmp_path)
+    path = tmp_path / "kept.json"
+    path.write_text(json.dumps({**KEPT, "command": command}))
+    with pytest.raises(UserError) as error:
+        certify_main.main(["--recheck", str(path), "--run-dir", str(tmp_path / "run")])
+    assert message in error.value.found
+
+
 def test_a_recheck_does_not_write_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The committed certificate was made with --write-docs."""
     requests: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from scale_runs import TRAIN, scale
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.records import as_plain
 from ezpz_llm.launch.option_parsing import remove_options, value_of
 from ezpz_llm.rundir import RunDir, append_line, write_json
 from ezpz_llm.rundir.records import update_record
@@ -25,6 +26,7 @@ from ezpz_llm.scaling.measurement import measure, untraced_steps
 from ezpz_llm.scaling.options import parse
 from ezpz_llm.scaling.planning import MEASURING, find_sizes, plan_study
 from ezpz_llm.scaling.study import (
+    SPLIT,
     Point,
     Repeat,
     Study,
@@ -60,7 +62,8 @@ def study(*points: Point, **changes: object) -> Study:
 
 def repeat(**changes: object) -> Repeat:
     return replace(Repeat("weak-ddp-n1", "weak", "ddp", 1, 1, 0, 4, 4, 1, "points/weak-ddp-n1/run-0", 32,
-                          (0.1, 0.2), 900.0, None, None, 5000, {"compute": 0.1}, 0, "vm", 5.5, 4.0), **changes)
+                          (0.1, 0.2), 900.0, None, None, 5000, dict.fromkeys(SPLIT, 0.02), 0, "vm", 5.5, 4.0),
+                   **changes)
 
 
 def test_read_and_remove_options_of_a_command() -> None:
@@ -253,6 +256,92 @@ def test_study_and_repeats_round_trip(tmp_path: Path) -> None:
             study_file(tmp_path).write_text(text)
         with pytest.raises(UserError, match=message):
             read_study(tmp_path)
+
+
+def _stored(folder: Path, *path: str | int, value: object) -> None:
+    """Write a study with one member of study.json replaced."""
+    study(point(), point("weak-ddp-n2", nodes=2), repeats=1000).write(folder)
+    stored = member = json.loads(study_file(folder).read_text())
+    for name in path[:-1]:
+        member = member[name]
+    member[path[-1]] = value
+    write_json(study_file(folder), stored)
+
+
+@pytest.mark.parametrize(("path", "value", "message"), [
+    (("points", 0, "name"), "../../../me/run", r"points\[0\].name is '../../../me/run', but must be a plain file"),
+    (("points", 0, "name"), "/tmp/x", "must be a plain file name, without directories"),
+    (("points", 0, "name"), "..", "must be a plain file name"),
+    (("points", 0, "name"), "a\x1b]0;b", "must be a plain file name"),
+    (("points", 0, "name"), "weak-ddp-n2", "two points have the same name"),
+    (("repeats",), 10**12, "repeats is 1000000000000, but must be 1,000 or less"),
+    (("repeats",), 0, "repeats is 0, but must be 1 or more"),
+    (("points", 0, "ranks"), 0, r"points\[0\].ranks is 0, but must be 1 or more"),
+    (("points", 0, "nodes"), 10**9, "must be 200,000 or less"),
+    (("threads",), 10**12, "threads is 1000000000000, but must be 1,000,000,000 or less"),
+    (("points",), [], "points is a list, but must be of length 1 or more"),
+    (("points",), [{**as_plain(point()), "name": f"p{number}"} for number in range(101)],
+     "101 points x 1000 repeats are more than 100,000 runs")])
+def test_invalid_values_of_a_study_are_rejected(tmp_path: Path, path: tuple, value: object, message: str) -> None:
+    _stored(tmp_path, *path, value=value)
+    with pytest.raises(UserError, match=message):
+        read_study(tmp_path)
+
+
+@pytest.mark.parametrize(("member", "value", "message"), [
+    ("run_dir", "../../me/run", "run_dir is '../../me/run', but must be a path in the same folder"),
+    ("run_dir", "/etc", "must be a path in the same folder"),
+    ("run_dir", "points/..", "must be a path in the same folder"),
+    ("point", "a/b", "point is 'a/b', but must be a plain file name"),
+    ("ranks", 0, "ranks is 0, but must be 1 or more"),
+    ("split", {"compute": 0.1}, "the step-time breakdown is incomplete"),
+    ("split", dict.fromkeys(SPLIT, 0), "the step-time breakdown is incomplete"),
+    ("step_times_s", [0.1, 0.0], r"step_times_s\[1\] is 0.0, but must be 1e-07 or more"),
+    ("step_times_s", [float("nan")], "step_times_s"),
+    ("tokens_per_second", 10**400, "tokens_per_second is inf"),
+    ("block_size", 0, "block_size is missing"),
+    ("repeat", 10**6, "repeat is 1000000")])
+def test_invalid_values_of_a_repeat_are_rejected(tmp_path: Path, member: str, value: object, message: str) -> None:
+    append_line(points_file(tmp_path), {**as_plain(repeat()), member: value})
+    with pytest.raises(UserError, match=message):
+        read_repeats(tmp_path)
+
+
+@pytest.mark.parametrize("others", ["study.json", "folder", "link"])
+def test_commands_of_a_study_that_others_can_write_are_not_run(tmp_path: Path, others: str) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    study(replace(point(), command=("touch", str(tmp_path / "made"))), directory=str(tmp_path)).write(folder)
+    if others == "link":
+        study_file(folder).rename(tmp_path / "real.json")
+        (tmp_path / "real.json").chmod(0o666)
+        study_file(folder).symlink_to(tmp_path / "real.json")
+    else:
+        (study_file(folder) if others == "study.json" else folder).chmod(0o777)
+    code, output = scale(tmp_path, "--study", "theirs")
+    assert code == 2
+    assert "another user owns this study or can write it, and --study would run its commands" in output
+    assert "ezpz_llm.scale report" in output or "ezpz-llm scale report" in output
+    assert not (tmp_path / "made").exists()
+    assert not (folder / "points").exists()
+
+
+def test_texts_of_a_study_are_escaped(tmp_path: Path) -> None:
+    study(notes=("\x1b]0;owned\x07\x1b[8mhidden", ), typed=("\x1b[2J",)).write(tmp_path)
+    add_repeat(tmp_path, repeat(error="it \x1b[2J\x9bbroke", tokens_per_second=None, step_times_s=()))
+    for words in (("--study", str(tmp_path), "--dry-run"), ("report", str(tmp_path))):
+        _, output = scale(tmp_path, *words)
+        assert "owned" in output or "broke" in output
+        assert not {"\x1b", "\x07", "\x9b"} & set(output)
+
+
+def test_read_only_study_gives_a_message(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        (tmp_path / "points.jsonl").mkdir()  # root may write any file
+    else:
+        (tmp_path / "points.jsonl").touch(0o444)
+    with pytest.raises(UserError, match=r"cannot write points.jsonl: "):
+        add_repeat(tmp_path, repeat())
 
 
 @pytest.mark.parametrize(("record", "error"), [

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,101 @@ class Wide(Callback):
 def test_invalid_metric_ends_the_run(tmp_path: Path, callback: Callback, reason: str) -> None:
     with pytest.raises(UserError, match=f"the callback {type(callback).__name__} .* failed in on_step_.*{reason}"):
         train(tmp_path / "run", [callback])
+
+
+class Misbehaved(Callback):
+    """Callback that does something to the context in a hook."""
+
+    def __init__(self, hook: str, action: Any) -> None:
+        self._hook, self._action = hook, action
+
+    def on_step_end(self, context: Any) -> None:
+        if self._hook == "on_step_end":
+            self._action(context)
+
+    def on_log(self, context: Any, lines: Any) -> None:
+        if self._hook == "on_log":
+            self._action(context, lines)
+
+    def on_evaluate(self, context: Any) -> None:
+        if self._hook == "on_evaluate":
+            self._action(context)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._hook == "state_dict":
+            self._action()
+        return {}
+
+
+def _exit(*_: Any) -> None:
+    raise SystemExit(0)
+
+
+def _raise_odd(*_: Any) -> None:
+    raise type("Odd", (BaseException,), {"__str__": _exit})
+
+
+@pytest.mark.parametrize(("hook", "action", "reason"), [
+    ("on_step_end", _exit, "SystemExit: 0"),
+    ("on_evaluate", _exit, "SystemExit: 0"),
+    ("state_dict", _exit, "SystemExit: 0"),
+    ("on_step_end", _raise_odd, "Odd"),
+    ("on_step_end", lambda context: context.log("big", 10**400), "big has more than 64 bits"),
+    ("on_step_end", lambda context: context.log("part", Fraction(10**400)), "OverflowError"),
+    ("on_step_end", lambda context: context.log("a\nb", 1), "the metric's name is 'a\\\\nb'"),
+    ("on_step_end", lambda context: context.log("text", "x"), "text is 'x', but must be a number or a tensor"),
+    ("on_step_end", lambda context: context.log("c", torch.ones((), dtype=torch.complex64)), "c is a complex or a"),
+    ("on_step_end", lambda context: setattr(context, "step", 5), "AttributeError"),
+    ("on_step_end", lambda context: setattr(context, "total_steps", 5), "context.total_steps is read-only"),
+    ("on_log", lambda context, lines: lines[-1].update(step=99), "step is a metric of the trainer"),
+    ("on_log", lambda context, lines: lines[-1].pop("loss"), "loss is a metric of the trainer"),
+    ("on_log", lambda context, lines: lines[-1].update(text="x"), "text is 'x', but must be a number"),
+    ("on_log", lambda context, lines: lines.clear(), "AttributeError"),
+    ("on_log", lambda context, lines: context.metrics.clear(), "AttributeError")])
+def test_misbehaved_callback_is_named_and_fails_the_run(tmp_path: Path, hook: str, action: Any,
+                                                        reason: str) -> None:
+    found = f"the callback Misbehaved of .* failed in {hook} on rank 0: .*{reason}"
+    with pytest.raises(UserError, match=found) as error:
+        train(tmp_path / "run", [Misbehaved(hook, action)])
+    assert error.value.exit_code == 1
+
+
+def _with(**members: Any) -> Callback:
+    return type("Bad", (Callback,), members)()
+
+
+async def _coroutine(self: Any, context: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("callback", "problem"), [
+    (_with(name="a\nb"), "its name is 'a\\nb'"),
+    (_with(name=3), "its name is 3"),
+    (_with(name=property(_exit)), "SystemExit: 0"),
+    (_with(package=["x"]), "its package is a list"),
+    (_with(evaluate_every="x"), "its evaluate_every is 'x'"),
+    (_with(evaluate_every=-1), "its evaluate_every is -1"),
+    (_with(evaluate_every=2.0), "its evaluate_every is 2.0"),
+    (_with(logs_evaluation=None), "its logs_evaluation is None"),
+    (_with(on_log=lambda self, context: None), "its on_log cannot be called as on_log(context, lines)"),
+    (_with(on_save=lambda self, context, folder, other: None), "its on_save cannot be called"),
+    (_with(on_step_end=None), "its on_step_end is None"),
+    (_with(on_step_end=_coroutine), "its on_step_end is a coroutine"),
+    (Calls, "it is a class, not an instance"),
+    (print, "it is not an instance of a subclass of ezpz_llm.Callback")])
+def test_invalid_callback_is_rejected_before_the_run(tmp_path: Path, callback: Any, problem: str) -> None:
+    with pytest.raises(UserError) as error:
+        train(tmp_path / "run", [callback])
+    assert problem in error.value.found
+    assert error.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_later_change_of_evaluate_every_has_no_effect(tmp_path: Path) -> None:
+    rarely = Rarely()
+    action = Misbehaved("on_step_end", lambda context: setattr(rarely, "evaluate_every", "x"))
+    train(tmp_path / "run", [rarely, action])
+    assert [step for call, step in rarely.calls if call == "evaluate"] == [4, 6]
 
 
 def test_example_of_the_docs(tmp_path: Path) -> None:

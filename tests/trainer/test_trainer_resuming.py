@@ -153,6 +153,8 @@ def test_another_layout_drops_the_folder_for_offloaded_state(tmp_path, monkeypat
     assert nvme_path("--ds-config", "zero3_nvme", "--nvme-path", "/other") == "/other"
     with pytest.raises(UserError, match="offloads nothing to files"):
         nvme_path("--ds-config", "fsdp2", "--nvme-path", "/other")
+    RunDir(run_dir).record.chmod(0o666)
+    assert nvme_path() is None, "another user may have named the folder"
 
 
 def test_runs_with_nothing_saved(train, tmp_path, capsys):

@@ -125,6 +125,12 @@ def _all_optimizers() -> dict[str, Optimizer]:
             return f"it is a {type(plugin).__name__}, not an ezpz_llm.layout.optimizers.Optimizer"
         if not isinstance(plugin.name, str) or not re.fullmatch(r"[\w.-]{1,64}", plugin.name):
             return "its name must be 1 to 64 letters, digits, or _ . -"
+        if not all(isinstance(text, str) for text in (plugin.printed, plugin.install, plugin.package or "")):
+            return "its printed, package, and install must be strings"
+        if not isinstance(plugin.state, Mapping) or not all(
+                isinstance(kind, str) and isinstance(size, int) and size > 0
+                for kind, size in plugin.state.items()):
+            return "its state must map names to bytes per element"
         if known.setdefault(plugin.name, plugin) is not plugin:
             return f"optimizer {plugin.name} already exists"
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from ezpz_llm.base import UserError, unknown_name_error
+from ezpz_llm.base import UserError, print_lines, unknown_name_error
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.observe.trackers.tracker import Row, Tracker, TrackerArguments, flatten_settings
 from ezpz_llm.rundir import RunDir, SideFiles
@@ -146,7 +146,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", flush=True)
+    print_lines(f"warning: {text}")
 
 
 _NEEDS = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.observe.history import ON_EACH_LINE, ON_SOME_LINES
+from ezpz_llm.base import print_lines
+from ezpz_llm.trainer.callbacks.metric_values import RESERVED_METRICS, check_metric
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,27 +19,33 @@ if TYPE_CHECKING:
     from ezpz_llm.observe import MetricsLog
     from ezpz_llm.trainer.run_data import RunData
 
-_RESERVED_METRICS = frozenset(("step", *ON_EACH_LINE, *ON_SOME_LINES))
-"""Metrics of the trainer, which callbacks cannot replace."""
-
 
 class CallbackContext:
-    """State of a run, as its callbacks see it. All calls get the same object.
+    """State of a run, as its callbacks see it. All calls get the same object, whose attributes are read-only.
 
     Attributes:
         dist: rank, world size, device, process groups, and run directory.
         module: this rank's part of the model, whose parameters the layout may have partitioned.
-        step: number of finished steps.
         total_steps: number of steps of the whole run.
     """
 
     def __init__(self, dist: Dist, module: nn.Module, step: int, total_steps: int, data: RunData,
                  metrics: MetricsLog) -> None:
-        self.dist, self.module = dist, module
-        self.step, self.total_steps = step, total_steps
+        self.dist, self.module, self.total_steps = dist, module, total_steps
+        self._step = step
         self._data, self._metrics = data, metrics
         self._messages: list[str] = []
         self._holds_messages = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) and not name.startswith("_"):
+            raise AttributeError(f"context.{name} is read-only")
+        super().__setattr__(name, value)
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps."""
+        return self._step
 
     @property
     def tokens(self) -> int:
@@ -47,26 +55,25 @@ class CallbackContext:
     @property
     def metrics(self) -> Mapping[str, Any]:
         """Latest logged line of metrics.jsonl, the same on every rank except for times; empty before the first."""
-        return self._metrics.latest
+        return MappingProxyType(self._metrics.latest)
 
-    def log(self, name: str, value: float | Tensor) -> None:
+    def log(self, name: str, value: float | Tensor | None) -> None:
         """Add a metric of rank 0 to the last step's line of metrics.jsonl, and to the trackers.
 
         Call it in `on_step_end`, `on_log`, or `on_evaluate`. A 0-d tensor is copied on its device and read when the
         steps are logged, so that the call does not wait for the device. NaN and Inf become null.
 
         Raises:
-            ValueError: the metric is one of the trainer's, the tensor has several elements, or the step's line has
-                been written.
+            ValueError: the metric is one of the trainer's, is neither a number nor a tensor of one element, or the
+                step's line has been written.
         """
-        if name in _RESERVED_METRICS:
+        check_metric(name, value)
+        if name in RESERVED_METRICS:
             raise ValueError(f"{name} is a metric of the trainer; choose another name")
-        if isinstance(value, (int, float, Real)):
-            self._metrics.record_task(self.step, **{name: value if isinstance(value, int) else float(value)})
-            return
-        if value.numel() != 1:
-            raise ValueError(f"{name} has {value.numel()} elements, not one")
-        self._metrics.record_task(self.step, **{name: value.detach().clone()})
+        tensor: Any = value
+        number = value if value is None or isinstance(value, int) else (
+            float(value) if isinstance(value, Real) else tensor.detach().clone())
+        self._metrics.record_task(self.step, **{name: number})
 
     def print(self, text: str) -> None:
         """Print a message on rank 0, above the progress line. In `on_log`, it follows the steps' progress lines."""
@@ -76,7 +83,7 @@ class CallbackContext:
             self._messages.append(text)
         else:
             self._metrics.erase_live_line()
-            print(text, flush=True)
+            print_lines(text, keeps_colors=True)
 
     @contextmanager
     def held_messages(self) -> Iterator[None]:
@@ -91,7 +98,7 @@ class CallbackContext:
         """Print the held messages."""
         messages, self._messages = self._messages, []
         for text in messages:
-            print(text, flush=True)
+            print_lines(text, keeps_colors=True)
 
 
 class Callback:

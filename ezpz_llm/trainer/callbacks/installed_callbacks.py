@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ezpz_llm.base import load_plugins
+from ezpz_llm.base import Plugin, UserError, load_plugins
 from ezpz_llm.trainer.callbacks.callback import Callback
+from ezpz_llm.trainer.callbacks.callback_checks import register
 
 GROUP = "ezpz_llm.callbacks"
 
@@ -15,18 +14,21 @@ def installed_callbacks() -> list[Callback]:
 
     An unusable entry point is skipped with a warning.
     """
-    created: dict[type[Callback], Callback] = {}
+    created: dict[str, Callback] = {}
 
-    def find_problem(plugin: Any) -> str | None:
+    def find_problem(plugin: Plugin) -> str | None:
         """Create the callback, or return the reason why it cannot be used."""
-        if not (isinstance(plugin, type) and issubclass(plugin, Callback)):
+        if not (isinstance(plugin.value, type) and issubclass(plugin.value, Callback)):
             return "it is not a subclass of ezpz_llm.Callback"
-        created[plugin] = plugin()
+        callback = plugin.value()
+        callback.name, callback.package = callback.name or plugin.name, plugin.package
+        try:
+            name = register(callback).name
+        except UserError as error:
+            return error.found
+        if created.setdefault(name, callback) is not callback:
+            return f"a callback named {name} already exists"
         return None
 
-    callbacks = []
-    for plugin in load_plugins(GROUP, find_problem):
-        callback = created[plugin.value]
-        callback.name, callback.package = callback.name or plugin.name, plugin.package
-        callbacks.append(callback)
-    return sorted(callbacks, key=lambda callback: callback.name)
+    load_plugins(GROUP, find_problem)
+    return [created[name] for name in sorted(created)]
