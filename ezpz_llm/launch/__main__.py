@@ -81,10 +81,12 @@ def _exec_command(plan: LaunchPlan) -> int:
 def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     # Imported only if ranks start: --dry-run and --help do not need these modules.
     from ezpz_llm.launch.failures.known_failures import site_texts
+    from ezpz_llm.launch.open_files import check_open_files
     from ezpz_llm.launch.owner import become_owner
 
     # Report an error in a site's file of failure texts now, not when the run fails.
     site_texts(os.environ, {name: setting.value for name, setting in plan.env.items()})
+    check_open_files(plan)
     with contextlib.ExitStack() as stack:
         # Become the owner of an existing directory before the check: if it is in use, report that error first.
         exists = run_dir_of(plan.target, options.run_dir) is not None and plan.run_dir.control.is_dir()

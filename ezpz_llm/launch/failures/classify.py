@@ -37,6 +37,8 @@ class Finding:
 
 _KILLED_CODE = 137
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|exit code: -9|Killed$")
+_NO_SPACE = re.compile(r"No space left on device(?!.*'/(?!dev/shm))")
+"""Error of a write without a path, or in /dev/shm."""
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]:? ?)?[\w.]*(?:Error|Exception): ")
 """Lines that name an exception take precedence over log lines, since the program continued after those."""
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
@@ -64,6 +66,8 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
     elif failure.signal is not None:
         # Only for a crash: if another process killed the rank, its last output does not explain why it ended.
         lines = _lines_before_crash(failure)
+    if failure.shared_memory and (failure.signal == "SIGBUS" or _first_match(_NO_SPACE, lines)):
+        lines = [failure.shared_memory]  # neither the signal nor the error names it
     by_exit = _finding_from_exit(failure)
     known_texts = tuple(shipped_texts() if texts is None else texts)
     # Losing a peer does not crash a rank.

@@ -214,7 +214,7 @@ def _last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str
     """Return the rank that caused the failure, else the rank with the newest log, and the end of that log."""
     rank = verdict.rank
     if rank is None:
-        logs = [log for log in run_dir.rank_log(0).parent.glob("rank*.log") if log.stat().st_size]
+        logs = [log for log in run_dir.rank_log(0).parent.glob("rank*.log") if log.is_file() and log.stat().st_size]
         last = max(logs, key=lambda log: log.stat().st_mtime, default=None)
         rank = int(last.stem[4:]) if last is not None else None
     return rank, last_output_lines(tail_text(run_dir.rank_log(rank)), _TAIL_LINES) if rank is not None else []

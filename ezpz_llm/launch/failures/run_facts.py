@@ -100,6 +100,7 @@ class Failure:
         ended: epoch seconds by the node's clock.
         phase, step: from the last heartbeat.
         oom_killed: the kernel's evidence of an out-of-memory kill.
+        shared_memory: evidence that /dev/shm was full when the rank ended.
         ended_by: "launch", or the signal that the shim received; None if the rank ended by itself.
         launch: the run id.
     """
@@ -117,6 +118,7 @@ class Failure:
     phase: str | None = None
     step: int | None = None
     oom_killed: str | None = None
+    shared_memory: str | None = None
     ended_by: str | None = None
     launch: str = ""
 

@@ -21,6 +21,7 @@ from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import parse_heartbeat
 from ezpz_llm.launch.node.messages import read_log_order, read_stop_order
 from ezpz_llm.launch.shim.memory import Counts, find_oom_evidence
+from ezpz_llm.launch.shim.shared_memory import find_full_shared_memory
 from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
 
 _TAIL_LINES = 20
@@ -76,7 +77,7 @@ def write_record(run_dir: RunDir, process: EndedRank) -> None:
         tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_output_lines(process.output, _TAIL_LINES)),
         argv=tuple(redact_words(process.command)), exception=exception, phase=phase, step=step,
         oom_killed=find_oom_evidence(process.kills_before, (process.pid,), process.since, code == _KILLED_CODE),
-        ended_by=ended_by, launch=process.run_id)
+        shared_memory=find_full_shared_memory(), ended_by=ended_by, launch=process.run_id)
     run_dir.path.mkdir(parents=True, exist_ok=True)  # may have been removed, by the rank or others
     with make_private(run_dir.errors) as errors:
         record = json.dumps(without_secrets(asdict(failure), os.environ), indent=2)
