@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from ezpz_llm.base import installed, system_text
+from ezpz_llm.base.memory_groups import usable_memory
 from ezpz_llm.check.facts import Devices, Facts, Master, Network, Route, Space
 from ezpz_llm.launch.addresses import address_towards, resolve
 from ezpz_llm.launch.devices import MASKS, visible_devices
@@ -31,7 +32,6 @@ from ezpz_llm.rundir import redact
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ONLINE = Path("/sys/devices/system/cpu/online")
-_CGROUP = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
 
@@ -43,7 +43,7 @@ def gather_facts(info: RankInfo, env: Mapping[str, str]) -> Facts:
         rank=info.rank, world_size=info.world_size, local_rank=info.local_rank, local_size=info.local_size,
         node_rank=info.node_rank, rank_source=info.source, rank_notes=list(info.notes), host=host,
         boot_id=system_text(_BOOT_ID).strip(), pid=os.getpid(), cores=sorted(os.sched_getaffinity(0)),
-        host_cores=_cores_in(_ONLINE), memory=memory(), shm=file_system_space(_SHARED_MEMORY),
+        host_cores=_cores_in(_ONLINE), memory=Space(*usable_memory()), shm=file_system_space(_SHARED_MEMORY),
         tmp=file_system_space(Path(tempfile.gettempdir())), interfaces=addresses(),
         named_interfaces={name: env[name] for name in _INTERFACE_VARIABLES if env.get(name)},
         name_resolves_to=resolve(host),
@@ -52,26 +52,6 @@ def gather_facts(info: RankInfo, env: Mapping[str, str]) -> Facts:
         masks={name: env[name] for name in (*MASKS, "ONEAPI_DEVICE_SELECTOR") if name in env},
         devices=Devices(list(devices.ids), devices.source, len(visible_devices({}).ids)), versions=versions(),
         stages={})
-
-
-def memory() -> Space:
-    """Return the memory of the node, or of this process's cgroup if that is smaller."""
-    node = psutil.virtual_memory()
-    limit, used = _cgroup_memory()
-    if limit is None or limit >= node.total:
-        return Space(node.total, node.available)
-    return Space(limit, min(node.available, max(0, limit - used)))
-
-
-def _cgroup_memory() -> tuple[int | None, int]:
-    """Return the limit of this process's cgroup (None without one) and its used bytes without file cache."""
-    match = re.search(r"^0::(/.*)$", system_text("/proc/self/cgroup"), re.MULTILINE)
-    folder = _CGROUP / match[1].lstrip("/") if match else _CGROUP
-    limit, used = system_text(folder / "memory.max").strip(), system_text(folder / "memory.current").strip()
-    if not limit.isdigit() or not used.isdigit():
-        return None, 0
-    cached = re.search(r"^inactive_file (\d+)$", system_text(folder / "memory.stat"), re.MULTILINE)
-    return int(limit), max(0, int(used) - int(cached[1] if cached else 0))
 
 
 def file_system_space(folder: Path) -> Space:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ezpz_llm.base import UserError
+from ezpz_llm.base.memory_groups import usable_memory
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
 from ezpz_llm.checkpoint.state import Progress, State
@@ -266,7 +266,7 @@ class Saver:
         """
         if uses_nvme(engine.layout):
             return "the optimizer state is in files, not in memory"
-        demands = gather(self._dist, (socket.gethostname(), cpu_bytes(shard), psutil.virtual_memory().available))
+        demands = gather(self._dist, (socket.gethostname(), cpu_bytes(shard), usable_memory()[1]))
         by_node: dict[str, tuple[int, int]] = {}
         for hostname, size, available in demands or []:
             by_node[hostname] = (by_node.get(hostname, (0, 0))[0] + size, available)

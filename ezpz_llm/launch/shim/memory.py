@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ezpz_llm.base import ask_command, system_text
+from ezpz_llm.base.memory_groups import kill_counters
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _KERNEL_LOG = "/dev/kmsg"
 _LARGEST_MESSAGE = 8192
 _SLACK_S = 2.0
@@ -24,25 +24,8 @@ Counts = dict[Path, int]
 
 def count_kills() -> Counts:
     """Return the counters of this process's memory cgroup (v2 or v1), as far as there are any."""
-    return {path: count for path in _counter_files(Path("/proc/self/cgroup"))
+    return {path: count for path in kill_counters()
             if (count := read_count(path)) is not None}
-
-
-def _counter_files(membership: Path) -> Iterator[Path]:
-    """Yield the counter files for a process with this /proc/PID/cgroup, best first."""
-    for line in system_text(membership).splitlines():
-        number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            root, name = _CGROUPS / "memory", "memory.oom_control"
-        elif number == "0" and not controllers:
-            root, name = _CGROUPS, "memory.events"
-        else:
-            continue
-        # In a container the path may be the one outside it, while the container's cgroup is mounted as the root.
-        for file in (root / path.lstrip("/") / name, root / name):
-            if file.is_file():
-                yield file
-                break
 
 
 def read_count(path: Path) -> int | None:
