@@ -131,7 +131,7 @@ def open_unpacked(path: Path, packing: Packing | None) -> Iterator[Stream]:
 BOM = b"\xef\xbb\xbf"
 _PACKED_NAMES = (".gz", ".zst", ".zstd")
 _HEAD = 1 << 16
-LONGEST_LINE = 64 << 20
+LONGEST_LINE = 48 << 20
 """Size limit of a line, or of an item in a JSON array, in bytes; several copies of it are in memory at once."""
 _PACKED = {b"\x1f\x8b": _GZIP, b"\x28\xb5\x2f\xfd": _ZSTD}
 _PARQUET, _PARQUET_NAME = b"PAR1", ".parquet"

@@ -7,7 +7,7 @@ from hostile_inputs import run_kind
 from hostile_kinds import KINDS
 
 EACH = 100
-FEWER = {"process": 5, "loglines": 20}
+FEWER = {"process": 5, "loglines": 20, "plugin": 20, "study": 50}
 """Kinds whose inputs take longer."""
 
 

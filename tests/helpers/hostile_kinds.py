@@ -273,6 +273,7 @@ def foreignrun(rng: Random, folder: Path) -> object:
     from ezpz_llm.launch.status import read_status
     from ezpz_llm.report.__main__ import main as report
     from ezpz_llm.submit.state import find_state
+    from ezpz_llm.watch import main as watch
     from ezpz_llm.why import main as why
 
     _special.append((rng, 0.15))
@@ -301,6 +302,8 @@ def foreignrun(rng: Random, folder: Path) -> object:
         lambda path: report([path]),
         lambda path: explain([path]),
         lambda path: read_status(RunDir(Path(path)), 30.0),
+        lambda path: watch([path, "--once"]),
+        lambda path: watch([path, "--once", "--json"]),
         lambda path: find_state(RunDir(Path(path))),
         lambda path: checkpoint(["inspect", path]),
         lambda path: checkpoint(["verify", path]),
@@ -456,6 +459,9 @@ def metajunk(rng: Random, folder: Path) -> object:
 
     declared = {"dtype": mutate.value(rng, "uint32")} if rng.random() < 0.5 else {}
     content = pickle.dumps({"itos": mutate.value(rng, {0: "a", 1: "b"}), "stoi": {}, **declared})
+    if rng.random() < 0.2:  # nested tuples, a large memo, and many small objects
+        unit = rng.choice([b"\x85", b"\x86", b"l", b"}", b"]", b"\x8f", b"\x94", b"0", b"2", b"a", b"s"])
+        content = b"\x80\x04})" + unit * rng.choice([50, 1000, 200_000]) + rng.choice([b"Ns.", b".", b""])
     if rng.random() < 0.5:
         at = rng.randrange(len(content))
         content = content[:at] + rng.randbytes(rng.choice([1, 4])) + content[at + 1 :]
