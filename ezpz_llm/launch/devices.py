@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base import system_text
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Variables that restrict the visible devices, in order of precedence."""
+"""Variables that restrict the visible devices."""
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 _DEV = Path("/dev")
@@ -32,10 +32,17 @@ class Devices:
 
 
 def visible_devices(env: Mapping[str, str]) -> Devices:
-    """Return the devices of the first visibility mask in `env`, even if empty; else those that a driver lists."""
-    for name in MASKS:
-        if (mask := env.get(name)) is not None:
-            return Devices(_mask_ids(mask), name)
+    """Return the devices of the visibility masks in `env`, even if there are none; else those that a driver lists.
+
+    ROCR_VISIBLE_DEVICES hides devices from HIP, which counts the others in HIP_VISIBLE_DEVICES or, if that is not
+    set, CUDA_VISIBLE_DEVICES.
+    """
+    for chain in _mask_chains(env):
+        if names := [name for name in chain if name in env]:
+            ids = _mask_ids(env[names[0]])
+            for name in names[1:]:
+                ids = _select(ids, _mask_ids(env[name]))
+            return Devices(ids, names[-1])
     if nvidia := _entries(_NVIDIA):
         return Devices(tuple(str(index) for index in range(len(nvidia))), str(_NVIDIA))
     if amd := _amd_nodes():
@@ -91,6 +98,24 @@ def _mask_ids(mask: str) -> tuple[str, ...]:
             break
         ids.append(word)
     return tuple(ids)
+
+
+def _mask_chains(env: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield masks that apply in turn, for each vendor. The first masks that are set count."""
+    hip = "HIP_VISIBLE_DEVICES"
+    if gpu_driver() == "AMD":
+        yield "ROCR_VISIBLE_DEVICES", hip if hip in env else "CUDA_VISIBLE_DEVICES"
+    yield from (("CUDA_VISIBLE_DEVICES",), ("ROCR_VISIBLE_DEVICES", hip), ("ZE_AFFINITY_MASK",))
+
+
+def _select(ids: tuple[str, ...], mask: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the devices that `mask` selects, by position in `ids` or by UUID; those up to an invalid position."""
+    selected = []
+    for word in mask:
+        if word.isdigit() and int(word) >= len(ids):
+            break
+        selected.append(ids[int(word)] if word.isdigit() else word)
+    return tuple(selected)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -21,9 +21,10 @@ from ezpz_llm.launch.addresses import Rendezvous
 from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.hostlist import fold_counts
+from ezpz_llm.launch.node_variables import has_uuids, pack_variables
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.placement import Placement
-from ezpz_llm.launch.schedulers import rank_names, schedulers
+from ezpz_llm.launch.schedulers import is_set_by_scheduler, rank_names
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site
 from ezpz_llm.launch.variables import (
@@ -34,6 +35,7 @@ from ezpz_llm.launch.variables import (
     FORWARDED_PREFIXES,
     IN_COLOR,
     LOG_BYTES_VARIABLE,
+    NODE_VARIABLES_VARIABLE,
     RANKS_OWN,
     RANKS_PER_NODE_VARIABLE,
     RUN_ID_VARIABLE,
@@ -172,11 +174,30 @@ def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
     if not env.get(name) or RUN_ID_VARIABLE in env:
         return False
     by_torchrun = name in RENDEZVOUS_VARIABLES and TORCHELASTIC_VARIABLE in env
-    return not by_torchrun and not any(scheduler.sets_variable(name, env) for scheduler in schedulers().values())
+    return not by_torchrun and not is_set_by_scheduler(name, env)
+
+
+def variables_of_this_node(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in `env` that hold only on this node, so that ranks on other nodes do not get them.
+
+    - A device mask that a scheduler set, or that lists UUIDs, names devices of this node. OpenPBS's cgroup hook,
+      for example, gives the tasks of each node a mask with the UUIDs of that node.
+    - A mask of indices that the user set holds for all nodes.
+    - OMP_NUM_THREADS holds for all nodes, unless the scheduler set it to the job's cores on this node.
+    """
+    return {name: env[name] for name in (*MASKS, "OMP_NUM_THREADS") if name in env
+            and (is_set_by_scheduler(name, env) or (name in MASKS and has_uuids(env[name])))}
+
+
+def node_settings(of_this_node: Mapping[str, str]) -> dict[str, Setting]:
+    """Return the variable with which ranks on this node get its own variables."""
+    source = f"the values of {', '.join(of_this_node)} hold only on this node"
+    return {NODE_VARIABLES_VARIABLE: Setting(pack_variables(of_this_node), source)} if of_this_node else {}
 
 
 def forwarded_names(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
     """Return the names of the variables to pass to ranks on other nodes."""
-    inherited = [name for name in env if name not in RANKS_OWN
+    of_this_node = variables_of_this_node(env)
+    inherited = [name for name in env if name not in RANKS_OWN and name not in of_this_node
                  and (name in (*FORWARDED, *MASKS) or name.startswith(FORWARDED_PREFIXES))]
     return tuple(sorted({*inherited, *settings, *(set(RENDEZVOUS_VARIABLES) & env.keys())}))

@@ -11,7 +11,7 @@ from ezpz_llm.launch.hostfile import parse, read
 from ezpz_llm.launch.hostlist import ACCEPTED, expand_hostlist
 from ezpz_llm.launch.hostnames import NodeNames, ambiguous_name_error, match_names, node_keys
 from ezpz_llm.launch.schedulers import local, scheduler_of
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Node, Origin, Place
 
 _MAX_NAMES = 8
 
@@ -53,11 +53,12 @@ def _select_by_file(allocation: Allocation, path: Path) -> Allocation:
     if allocation.scheduler != local.NAME:
         selected, allocation = _find_nodes(allocation, [host.name for host in hosts], source)
         if has_slots:
-            selected = [replace(host, slots=entry.slots) for host, entry in zip(selected, hosts, strict=True)]
+            selected = [replace(host, slots=entry.slots, slots_count_cores=False)
+                        for host, entry in zip(selected, hosts, strict=True)]
         selected, allocation = _order_nodes(allocation, selected)
         hosts = tuple(selected)
-    slots_source = "" if has_slots else allocation.slots_source
-    return replace(allocation, hosts=hosts, source=source, slots_are_a_limit=has_slots, slots_source=slots_source)
+    slots_from = Origin(f"slots of {source}", Place.USER) if has_slots else allocation.slots_from
+    return replace(allocation, hosts=hosts, source=source, slots_are_a_limit=has_slots, slots_from=slots_from)
 
 
 def _select_by_list(allocation: Allocation, text: str, *, defines_nodes: bool) -> Allocation:

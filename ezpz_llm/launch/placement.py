@@ -43,8 +43,8 @@ def place_ranks(allocation: Allocation, devices: Devices, ranks: int | None, per
     """Decide how many ranks each node gets.
 
     The number per node is `per_host`, else the slots of the allocation or the hostfile, else the number of devices
-    if there are several, else 1. With `ranks`, nodes are filled in order up to that number per node; if `ranks`
-    exceeds their total, ranks are spread evenly.
+    if there are several, else 1. Devices have priority over slots that may count cores. With `ranks`, nodes are
+    filled in order up to that number per node; if `ranks` exceeds their total, ranks are spread evenly.
 
     Args:
         devices: visible devices, or the site's.
@@ -64,7 +64,8 @@ def place_ranks(allocation: Allocation, devices: Devices, ranks: int | None, per
                             instead=f"-n {per_host * len(hosts)}, or a larger --ppn")
         capacities, source = [per_host] * len(hosts), "--ppn"
     else:
-        capacities = [_default_capacity(host, devices) for host in hosts]
+        per_rank = allocation.devices_per_rank or 1
+        capacities = [_default_capacity(host, devices, per_rank) for host in hosts]
         source = _capacity_source(allocation, devices)
         world_size = sum(capacities) if ranks is None else ranks
         if ranks is not None:
@@ -79,14 +80,34 @@ def place_ranks(allocation: Allocation, devices: Devices, ranks: int | None, per
     return Placement(tuple((host.name, count) for host, count in zip(hosts, counts, strict=True) if count), source)
 
 
-def _default_capacity(host: Node, devices: Devices) -> int:
-    device_count = len(devices.ids) if host.devices is None else host.devices
-    return max(1, device_count) if host.slots is None else host.slots
+def devices_per_rank(allocation: Allocation, placement: Placement) -> int | None:
+    """Return the number of devices that the job requests for each rank; None if it does not, or has too few."""
+    devices, number = {host.name: host.devices for host in allocation.hosts}, allocation.devices_per_rank
+    has_enough = number and all((count := devices[name]) is None or ranks * number <= count
+                                for name, ranks in placement.ranks)
+    return number if has_enough else None
+
+
+def _default_capacity(host: Node, devices: Devices, per_rank: int) -> int:
+    if host.slots is not None and _has_ranks_by_slots(host, devices, per_rank):
+        return host.slots
+    return max(1, _count_shares(host, devices, per_rank))
+
+
+def _count_shares(host: Node, devices: Devices, per_rank: int) -> int:
+    """Return for how many ranks the node has devices."""
+    return (len(devices.ids) if host.devices is None else host.devices) // per_rank
+
+
+def _has_ranks_by_slots(host: Node, devices: Devices, per_rank: int) -> bool:
+    shares = _count_shares(host, devices, per_rank)
+    return host.slots is not None and not (host.slots_count_cores and 0 < shares < host.slots)
 
 
 def _capacity_source(allocation: Allocation, devices: Devices) -> str:
-    if any(host.slots is not None for host in allocation.hosts):
-        return allocation.slots_source or f"slots of {allocation.source}"
+    per_rank = allocation.devices_per_rank or 1
+    if any(_has_ranks_by_slots(host, devices, per_rank) for host in allocation.hosts):
+        return allocation.slots_from.source if allocation.slots_from else f"slots of {allocation.source}"
     counts = {host.devices for host in allocation.hosts}
     if len(counts) > 1:
         return f"devices of each node ({devices.source})"

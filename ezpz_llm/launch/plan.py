@@ -36,19 +36,21 @@ from ezpz_llm.launch.environment import (
     forwarded_names,
     interface_settings,
     is_users_choice,
+    node_settings,
     python_settings,
     rank_settings,
     rendezvous_settings,
     run_settings,
     site_settings,
     terminal_settings,
+    variables_of_this_node,
 )
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.launch.nested_launcher import nested_launcher_notes
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
-from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place_ranks
+from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, devices_per_rank, place_ranks
 from ezpz_llm.launch.ranks import is_set_by_user
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, rank_names, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
@@ -65,6 +67,7 @@ class LaunchPlan:
         env: changes to the environment of this process.
         command: the user's command, prefixed by the words of the container and of --wrap.
         ranks_source: option, variable or file that determines the number of ranks.
+        removed: variables of this process that hold only on this node, and are not passed to other nodes.
     """
 
     argv: tuple[str, ...]
@@ -83,6 +86,7 @@ class LaunchPlan:
     site: Site = field(default_factory=Site)
     binding: Binding = field(default_factory=Binding)
     container: RankContainer = field(default_factory=RankContainer)
+    removed: tuple[str, ...] = ()
 
     @property
     def is_existing_rank(self) -> bool:
@@ -112,6 +116,11 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     run_id = os.urandom(8).hex()
     network = _find_network(options, env, ranks, run_id)
     settings = _make_settings(options, env, ranks, network, run_dir, run_id)
+    # Ranks on this node alone inherit them.
+    is_here = len(ranks.hosts) == 1 and is_local_address(ranks.hosts[0])
+    of_this_node = {} if is_here else {name: value for name, value in variables_of_this_node(env).items()
+                                       if name not in settings}
+    settings |= node_settings(of_this_node)
     container = _choose_container(options, env, ranks, run_dir, settings)
     command = (*container.words, *options.wrap, *options.command)
     built = ranks.launcher.build(_describe_work(ranks, network, container, command, run_dir, settings, env))
@@ -128,6 +137,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         target=target,
         command=command,
         files=built.files,
+        removed=tuple(of_this_node),
         ranks_source=ranks.placement.source,
         notes=(*_nested_launcher_notes(options, ranks.placement.world_size), *_notes(env, ranks, network)),
         site=ranks.site,
@@ -320,6 +330,7 @@ def _describe_work(ranks: _Assignment, network: _Network, container: RankContain
                    run_dir: RunDir, settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
     """Describe the ranks to start, independently of the launcher."""
     hosts, binding, launcher = ranks.hosts, ranks.binding, ranks.launcher
+    devices_of = {host.name: host.devices for host in ranks.allocation.hosts}
     return Work(
         # If the whole step runs in the container, the image's Python must have this package.
         command=("python3" if container.step_options else sys.executable, "-m", "ezpz_llm.launch.shim", "--",
@@ -336,12 +347,9 @@ def _describe_work(ranks: _Assignment, network: _Network, container: RankContain
         site_options=(*ranks.site.options.get(launcher.kind, ()), *container.step_options),
         master=(network.rendezvous.address, network.rendezvous.port),
         env=env,
-        devices_per_host=_common_value({host.devices for host in ranks.allocation.hosts}),
+        devices=tuple(devices_of[name] for name in hosts),
+        devices_per_rank=devices_per_rank(ranks.allocation, ranks.placement),
     )
-
-
-def _common_value(values: set[int | None]) -> int | None:
-    return next(iter(values)) if len(values) == 1 else None
 
 
 def _launcher_settings(options: Options, env: Mapping[str, str], target: Target, launcher: Launcher,

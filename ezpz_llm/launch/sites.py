@@ -344,6 +344,12 @@ def find_site(wanted: str | None, env: Mapping[str, str]) -> Site:
     return _load_site(_GENERIC, "no site selected or recognized")
 
 
+def requests_devices(site: Site) -> bool:
+    """Return True if the site's jobs or steps request their devices, so that a job without a request has none."""
+    words = (*site.job.directives, *(word for options in site.options.values() for word in options))
+    return any("--gpu" in word or "--gres" in word for word in words)
+
+
 def site_files() -> dict[str, Path]:
     """Return the files of all named sites."""
     return {path.stem: path for path in sorted((data_dir("launchers") / "sites").glob("*.toml"))}

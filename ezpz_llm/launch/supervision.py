@@ -93,7 +93,8 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, command_limit_s: float | N
 
 
 def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
-    removed = _OUTER_RANK_VARIABLES.union(*(scheduler.CONFLICTING for scheduler in schedulers().values()))
+    removed = _OUTER_RANK_VARIABLES.union(plan.removed,
+                                          *(scheduler.CONFLICTING for scheduler in schedulers().values()))
     env = {name: value for name, value in os.environ.items() if name not in removed}
     env |= {name: setting.value for name, setting in plan.env.items()}
     sys.stdout.flush()

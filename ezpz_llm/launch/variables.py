@@ -20,6 +20,9 @@ SITE_VARIABLE = "EZPZ_LLM_SITE"
 BIND_VARIABLE = "EZPZ_LLM_BIND"
 """Cores of each local rank ("0-3:4-7") for the shim to bind, if the launcher cannot bind ranks."""
 
+NODE_VARIABLES_VARIABLE = "EZPZ_LLM_NODE_VARIABLES"
+"""Name of the node of launch, and variables that hold only there, as JSON; unset if there are none."""
+
 TEE_VARIABLE = "EZPZ_LLM_TEE"
 """Ranks whose output launch prints (--tee): "0", "all" or "none"."""
 

@@ -13,7 +13,7 @@ from simcluster.cluster import Cluster
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.schedulers import pbs
-from ezpz_llm.launch.schedulers.slurm_queries import read_devices
+from ezpz_llm.launch.schedulers.slurm_queries import read_job
 
 _EXEC_VNODE = '{"Jobs": {"1": {"exec_host": "n1/0+n2/0*2", "exec_vnode": "%s"}}}'
 
@@ -41,9 +41,9 @@ def _shown(name: str) -> str:
 
 
 def test_devices_that_scontrol_shows() -> None:
-    assert read_devices(_shown("gpus")) == {"n1": 4, "n2": 4}
-    assert read_devices(_shown("gpus_uneven")) == {"n1": 2, "n2": 1}
-    assert read_devices((CAPTURED / "slurm/scontrol_show_job.txt").read_text()) == {}
+    assert read_job(_shown("gpus")).devices == {"n1": 4, "n2": 4}
+    assert read_job(_shown("gpus_uneven")).devices == {"n1": 2, "n2": 1}
+    assert read_job((CAPTURED / "slurm/scontrol_show_job.txt").read_text()).devices == {}
 
 
 @pytest.mark.parametrize(("gres", "count"), [
@@ -51,7 +51,8 @@ def test_devices_that_scontrol_shows() -> None:
     ("gpu:a100:2(IDX:0-1),gpu:v100:1(IDX:2),nvme:1", 3), ("gpu:1g.5gb:3(IDX:0-2)", 3), ("craynetwork:4", 0),
 ])
 def test_forms_of_gres(gres: str, count: int) -> None:
-    assert read_devices(f"   Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES={gres}\n") == {"n1": count, "n2": count}
+    job = read_job(f"   Nodes=n[1-2] CPU_IDs=0-3,6 Mem=0 GRES={gres}\n")
+    assert (job.devices, job.cores) == ({"n1": count, "n2": count}, {"n1": 5, "n2": 5})
 
 
 @pytest.mark.parametrize(("text", "cores"), [

@@ -11,6 +11,7 @@ from launch_runs import CAPTURED, launch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, supplement
+from ezpz_llm.launch.schedulers.scheduler import Origin, Place
 
 _JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
 
@@ -33,7 +34,8 @@ _JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODE
 ])
 def test_tasks_of_a_job(variables: dict[str, str], slots: tuple[int | None, ...], source: str) -> None:
     found = find_allocation({**_JOB, **{f"SLURM_{name}": value for name, value in variables.items()}})
-    assert (tuple(host.slots for host in found.hosts), found.slots_source) == (slots, source)
+    assert (tuple(host.slots for host in found.hosts), found.slots_from) == (
+        slots, Origin(source, Place.JOB) if source else None)
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS_PER_NODE", "SLURM_NPROCS", "SLURM_NTASKS_PER_GPU"])
@@ -62,7 +64,7 @@ def test_devices_that_only_scontrol_knows(tmp_path: Path) -> None:
     env = {**_JOB, "SLURM_NTASKS_PER_GPU": "2", "PATH": _programs(tmp_path, scontrol=f"cat {shown}")}
     found = supplement(find_allocation(env), env, QUICK)
     assert [host.slots for host in found.hosts] == [4, 2]
-    assert found.slots_source == "SLURM_NTASKS_PER_GPU=2, each node's GPUs"
+    assert found.slots_from == Origin("SLURM_NTASKS_PER_GPU=2, each node's GPUs", Place.JOB)
     assert not any("is ignored" in note for note in found.notes)
 
 

@@ -71,6 +71,25 @@ def test_words_and_variables_reach_other_hosts(host_cluster: Cluster, tmp_path: 
     assert {report["env"]["MASTER_ADDR"] for report in reports} == {"n1"}
 
 
+@pytest.mark.parametrize(("mask", "expected"), [("GPU-a1,GPU-b1", ["GPU-a1,GPU-b1", "GPU-a2,GPU-b2"]),
+                                                ("0,1", ["0,1", "0,1"])])
+def test_each_node_keeps_its_own_mask_of_uuids(host_cluster: Cluster, tmp_path: Path, mask: str,
+                                               expected: list[str]) -> None:
+    """The remote shell sets a node's mask, as OpenPBS does for each node's tasks; a user's indices hold for all."""
+    shell = tmp_path / "shell"
+    shell.write_text('#!/bin/bash\nexec ssh "$1" CUDA_VISIBLE_DEVICES=GPU-a${1#n},GPU-b${1#n} "${@:2}"\n')
+    shell.chmod(0o755)
+    done = host_cluster.run("launch", "--hosts", "n1,n2", "--launcher", "mpiexec", "--run-dir", "r", *PROGRAM,
+                            "report", node="n1", cwd=tmp_path, CUDA_VISIBLE_DEVICES=mask, HYDRA_LAUNCHER="rsh",
+                            HYDRA_LAUNCHER_EXEC=str(shell))
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = _reports(tmp_path / "r", 4)
+    assert _places(reports) == PLACES
+    assert [report["env"]["CUDA_VISIBLE_DEVICES"] for report in reports] == [
+        expected[0], expected[0], expected[1], expected[1]]
+    assert not any("EZPZ_LLM_NODE_VARIABLES" in report["env"] for report in reports)
+
+
 def test_pals_in_a_pbs_job(host_cluster: Cluster, tmp_path: Path, pals: dict[str, str]) -> None:
     done = host_cluster.run("launch", "--run-dir", "r", *PROGRAM, *WORDS, cwd=tmp_path, **pals)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -55,8 +55,10 @@ def choose_binding(wanted: str, site: Site, inputs: BindingInputs) -> Binding:
     if wanted == "none" or kind == "none":
         return _unbound_binding(site, inputs, "--bind none" if wanted == "none" else source)
     if kind == "depth" and inputs.option is CoreOption.SCHEDULER:
+        if not (counts := _count_cores(site, inputs)):
+            return _unbound_binding(site, inputs, "the CPUs per node are unknown")
         if not _needs_explicit_cores(site, inputs):
-            return Binding("depth", devices=inputs.devices, source=source, **_count_cores(site, inputs))
+            return Binding("depth", devices=inputs.devices, source=source, **counts)
         kind, source = "list", "cores near each rank's device"
     topology, reason = inputs.topology, _reason_not_pinned(site, inputs)
     if topology is None or reason is not None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ezpz_llm.base import count_noun
-from ezpz_llm.launch.addresses import find_local_node
 from ezpz_llm.launch.binding.core_binding import (
     COUNTING,
     BindingInputs,
@@ -16,54 +15,97 @@ from ezpz_llm.launch.binding.core_binding import (
 )
 from ezpz_llm.launch.binding.rank_binding import Binding, CoreOption
 from ezpz_llm.launch.binding.topology import Topology, site_topology, system_topology
-from ezpz_llm.launch.devices import MASKS, Devices, visible_devices
+from ezpz_llm.launch.devices import MASKS, Devices, has_no_accelerator, visible_devices
 from ezpz_llm.launch.dialects.work import Launcher
-from ezpz_llm.launch.placement import Placement
-from ezpz_llm.launch.schedulers import scheduler_of
-from ezpz_llm.launch.schedulers.scheduler import Allocation
-from ezpz_llm.launch.sites import Site
+from ezpz_llm.launch.node_variables import has_uuids
+from ezpz_llm.launch.placement import Placement, devices_per_rank
+from ezpz_llm.launch.schedulers import is_set_by_scheduler, scheduler_of
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Origin, Place
+from ezpz_llm.launch.sites import Site, requests_devices
+
+_UNKNOWN = "the nodes' devices are unknown here"
 
 
 def devices_of_nodes(env: Mapping[str, str], site: Site, allocation: Allocation,
                      is_here_in_allocation: bool) -> tuple[Devices, Allocation]:
     """Return the accelerators of a node, and the allocation with the number of devices of each node.
 
-    Precedence: a device mask in `env` whose length differs from the scheduler's number of devices, since the user
-    chose it for all nodes; the scheduler's devices; the visible devices if this node is in the job; the site file.
+    Precedence:
+        1. a device mask that the user set: the choice holds for all nodes;
+        2. the scheduler's devices of each node;
+        3. a mask that the scheduler set, or the drivers: they describe only this node. If it is in the job, the
+           other nodes are assumed to have as many devices;
+        4. the site file, unless this node has no accelerator, or the site's jobs request devices and this one did
+           not.
     """
     visible = visible_devices(env)
-    maximum = max((host.devices or 0 for host in allocation.hosts), default=0)
-    position = find_local_node([host.name for host in allocation.hosts]) if maximum else None
-    local_count = None if position is None else allocation.hosts[position].devices
-    expected = maximum if local_count is None else local_count
-    if maximum and (visible.source not in MASKS or len(visible.ids) == expected):
-        if len(visible.ids) == maximum:
+    is_mask, granted = visible.source in MASKS, any(host.devices for host in allocation.hosts)
+    is_own_mask = is_mask and is_set_by_scheduler(visible.source, env)
+    if is_mask and not is_own_mask:
+        return visible, _limit_devices(allocation, len(visible.ids), Origin(visible.source, Place.USER))
+    if is_own_mask and (allocation.step_id or not granted):
+        # The devices of a step are those that were requested for it, even if the job has more.
+        origin = Origin(visible.source, Place.STEP if allocation.step_id else Place.NODE)
+        return visible, _set_devices(allocation, len(visible.ids), origin)
+    if granted and allocation.devices_from:
+        maximum = max(host.devices or 0 for host in allocation.hosts)
+        if len(visible.ids) == maximum and is_here_in_allocation:
             return visible, allocation
-        return Devices(tuple(map(str, range(maximum))), allocation.devices_source), allocation
-    if maximum:
-        allocation = replace(allocation, hosts=tuple(replace(host, devices=None) for host in allocation.hosts))
-    if site.devices_per_host is None or visible.source in MASKS or (is_here_in_allocation and visible.ids):
-        return visible, allocation
-    return Devices(tuple(map(str, range(site.devices_per_host))), f"site {site.name}"), allocation
+        return Devices(tuple(map(str, range(maximum))), allocation.devices_from.source), allocation
+    # The scheduler does not manage devices, or this job has none.
+    unmanaged = _set_devices(allocation, None, None)
+    if is_here_in_allocation and visible.ids:
+        return visible, unmanaged
+    if site.devices_per_host is None or (is_here_in_allocation and has_no_accelerator(env)):
+        return Devices((), visible.source if is_here_in_allocation else _UNKNOWN), unmanaged
+    if allocation.devices_from and requests_devices(site):
+        return Devices((), allocation.devices_from.source), unmanaged
+    return Devices(tuple(map(str, range(site.devices_per_host))), f"site {site.name}"), unmanaged
+
+
+def _set_devices(allocation: Allocation, devices: int | None, origin: Origin | None) -> Allocation:
+    hosts = tuple(replace(host, devices=devices) for host in allocation.hosts)
+    return replace(allocation, hosts=hosts, devices_from=origin)
+
+
+def _limit_devices(allocation: Allocation, devices: int, origin: Origin) -> Allocation:
+    """Return the allocation with at most `devices` on each node, as far as the scheduler's number is known."""
+    if not any(host.devices for host in allocation.hosts):
+        return _set_devices(allocation, None, None)
+    hosts = tuple(replace(host, devices=min(host.devices or 0, devices)) for host in allocation.hosts)
+    return replace(allocation, hosts=hosts, devices_from=origin)
 
 
 def device_notes(placement: Placement, devices: Devices, allocation: Allocation) -> tuple[str, ...]:
     """Return notes about idle devices and about ranks that share a device."""
     devices_of = {host.name: len(devices.ids) if host.devices is None else host.devices
                   for host in allocation.hosts}
-    idle = [(host, devices_of[host], count) for host, count in placement.ranks if count < devices_of[host]]
+    per_rank = devices_per_rank(allocation, placement) or 1
+    idle = [(host, devices_of[host], count) for host, count in placement.ranks
+            if count < devices_of[host] // per_rank]
     shared = [(host, devices_of[host], count) for host, count in placement.ranks if count > devices_of[host] > 0]
     notes = []
     if idle:
         host, total, count = idle[0]
+        advice = _advise(allocation, placement, {devices_of[name] // per_rank for name, _ in placement.ranks})
         notes.append(f"IDLE DEVICES: {count_noun(count, 'rank')} for the {total} devices of {host}{_more(idle)};"
-                     f" --ppn {total} uses all ({devices.source})")
+                     f" {advice} uses all ({devices.source})")
     if shared:
         host, total, count = shared[0]
+        advice = _advise(allocation, placement, {devices_of[name] for name, _ in placement.ranks})
         notes.append(f"{count} ranks for the {count_noun(total, 'device')} of {host}{_more(shared)}:"
-                     f" some ranks share a device or have none; --ppn {total} starts one rank per device"
+                     f" some ranks share a device or have none; {advice} starts one rank per device"
                      f" ({devices.source})")
     return tuple(notes)
+
+
+def _advise(allocation: Allocation, placement: Placement, shares: set[int]) -> str:
+    """Return what to change for the ranks per node in `shares`."""
+    if allocation.slots_are_a_limit:
+        return "a hostfile with slots for each device"
+    if len(shares) > 1:
+        return f"omitting {placement.source}" if placement.source in ("-n", "--ppn") else "a hostfile with slots"
+    return f"--ppn {shares.pop()}"
 
 
 def _more(nodes: Sequence[object]) -> str:
@@ -100,7 +142,9 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
     if site.binding == "depth" and dialect.cores in COUNTING and not is_fixed:
         mask = _spread_devices(devices.ids, device_order(devices.ids, topology), placement.most)
     by_launcher = any(word.startswith(dialect.device_options) for word in site.options.get(launcher.kind, ()))
-    order = () if by_launcher else mask or devices.ids
+    # UUIDs are this node's, and the plan shows one binding for all nodes.
+    is_unknown = by_launcher or (len(placement.ranks) > 1 and has_uuids(",".join(devices.ids)))
+    order = () if is_unknown else mask or devices.ids
     inputs = BindingInputs(
         ranks=placement.most,
         hosts=len(placement.ranks),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ezpz_llm.launch.dialects.srun_devices import daemon_options
 from ezpz_llm.launch.dialects.work import (
     MAX_INLINE_HOSTS,
     REMOTE_SHELL,
-    SRUN_OVERLAP,
     Built,
     Work,
     mask,
@@ -34,7 +34,7 @@ def build_mpich(program: str, work: Work) -> Built:
         bind = ("-bind-to", f"user:{','.join(sets)}")
     env = {}
     if _starts_by_srun(work):
-        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = SRUN_OVERLAP
+        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = daemon_options(work)
     elif shell := _remote_shell(work):
         bind = ("-launcher", "rsh", "-launcher-exec", shell[0], *bind)
         if shell[1:]:
@@ -58,7 +58,7 @@ def build_intel(program: str, work: Work) -> Built:
     if _starts_by_srun(work):
         # Intel MPI's default is ssh even in a Slurm job, where nodes may not allow it.
         launcher = ("-bootstrap", "slurm")
-        env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = SRUN_OVERLAP
+        env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = daemon_options(work)
     elif shell := _remote_shell(work):
         launcher = ("-bootstrap", "rsh", "-bootstrap-exec", shell[0])
         if shell[1:]:

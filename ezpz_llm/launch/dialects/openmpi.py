@@ -8,10 +8,10 @@ from dataclasses import replace
 from ezpz_llm.base import UserError
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.binding.logical_cores import logical_cores
+from ezpz_llm.launch.dialects.srun_devices import daemon_options
 from ezpz_llm.launch.dialects.work import (
     MAX_INLINE_HOSTS,
     REMOTE_SHELL,
-    SRUN_OVERLAP,
     Built,
     Work,
     validate_command,
@@ -77,7 +77,7 @@ def _build(program: str, work: Work, rank_file_options: tuple[str, ...], slurm_v
         # Ranks on other nodes get only the variables that are named.
         argv += [word for name in work.variables for word in ("-x", name)]
         if work.starts_daemons_by_srun:
-            env[slurm_variable] = SRUN_OVERLAP
+            env[slurm_variable] = daemon_options(work)
         elif shell := work.remote_shell:
             env[remote_shell_variable] = (" ".join(shell), REMOTE_SHELL)
     if work.as_root:

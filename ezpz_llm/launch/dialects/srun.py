@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ezpz_llm.launch.dialects.srun_devices import rank_devices
 from ezpz_llm.launch.dialects.work import MAX_INLINE_HOSTS, Built, Work, mask, validate_command
 
 
@@ -12,7 +13,8 @@ def build(program: str, work: Work) -> Built:
 
     Explicit options override the SLURM_* variables of a job script or an outer step, which srun reads as options.
 
-    `-c`: since Slurm 22.05, srun ignores the job's --cpus-per-task and would give each rank one core.
+    `-c`: since Slurm 22.05, srun ignores the job's --cpus-per-task and would give each rank one core. If the job's
+    CPUs are unknown, the step gets all of them, and ranks are not bound.
     `--overlap`: the step shares the job's resources, so that it can start inside an interactive step and beside
     other launches of the job.
     `--export=ALL`: without it, `sbatch --export=NONE` would also apply to steps.
@@ -34,7 +36,8 @@ def build(program: str, work: Work) -> Built:
         # with it.
         argv = [program, *size, "--distribution=arbitrary"]
         nodes = [name for name, count in work.placement.ranks for _ in range(count)]
-    argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), *_overcommit(work), *_devices(work),
+    cores = ("-c", str(work.cores_per_rank)) if work.cores_per_rank else ()
+    argv += [*cores, *_cpu_bind(work), *_overcommit(work), *rank_devices(work),
              "--overlap", "--export=ALL", "--wait=0", "--kill-on-bad-exit=0", "--input=0"]
     files: dict[Path, str] = {}
     if len(nodes) > MAX_INLINE_HOSTS:
@@ -44,15 +47,6 @@ def build(program: str, work: Work) -> Built:
     else:
         argv += ["--nodelist", ",".join(nodes)]
     return Built((*argv, *work.site_options, *work.command), files=files)
-
-
-def _devices(work: Work) -> tuple[str, ...]:
-    # State the devices per node: in a job with `-G 4` on two nodes, Slurm 22.05 gave an overlapping step one device
-    # on the first node and two on the second.
-    set_by_site = any("--gpu" in word for word in work.site_options)
-    if set_by_site or not work.env.get("SLURM_GPUS") or not work.devices_per_host:
-        return ()
-    return (f"--gpus={work.devices_per_host * len(work.hosts)}", f"--gpus-per-node={work.devices_per_host}")
 
 
 def _overcommit(work: Work) -> tuple[str, ...]:

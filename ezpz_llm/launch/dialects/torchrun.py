@@ -50,6 +50,9 @@ def _one_per_node(program: str, work: Work) -> Work:
         cores_per_rank=cores,
         binding=replace(work.binding, kind="none", cores=()),
         site_options=(),
+        # Each torchrun needs the devices of all its ranks.
+        devices=(min((count for count in work.devices if count), default=None),) * nodes,
+        devices_per_rank=None,
     )
 
 

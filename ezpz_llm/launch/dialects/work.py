@@ -18,10 +18,6 @@ from ezpz_llm.launch.schedulers import schedulers
 MAX_INLINE_HOSTS = 8
 """Longer node lists go into a file in the run directory."""
 
-SRUN_OVERLAP = ("--overlap --export=ALL",
-                "the daemons' own srun must not wait for the step that launch may run in")
-"""Options of the srun with which mpiexec starts its daemons, and the reason that the plan shows."""
-
 REMOTE_SHELL = "the scheduler's remote shell starts the daemons: ssh may be forbidden on its nodes"
 """Reason that the plan shows for a remote shell in mpiexec's options."""
 
@@ -41,7 +37,8 @@ class Work:
         site_options: the site file's options for the launcher.
         master: address and port of the rendezvous.
         env: launch's own environment, in which the launcher finds the user's settings.
-        devices_per_host: devices that the scheduler allocated on each node; None if unknown or if nodes differ.
+        devices: accelerators on each of `hosts` that a step may use; None if unknown.
+        devices_per_rank: accelerators that the job requests for each rank; None if it does not.
     """
 
     command: tuple[str, ...]
@@ -57,7 +54,8 @@ class Work:
     site_options: tuple[str, ...] = ()
     master: tuple[str, int | None] = ("127.0.0.1", None)
     env: Mapping[str, str] = field(default_factory=dict)
-    devices_per_host: int | None = None
+    devices: tuple[int | None, ...] = ()
+    devices_per_rank: int | None = None
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -82,6 +82,11 @@ def scheduler_of(allocation: Allocation) -> Scheduler | None:
     return schedulers().get(allocation.scheduler)
 
 
+def is_set_by_scheduler(name: str, env: Mapping[str, str]) -> bool:
+    """Return True if a scheduler, not the user, set this variable. Its value then holds only on this node."""
+    return any(scheduler.sets_variable(name, env) for scheduler in schedulers().values())
+
+
 def scheduler_here(env: Mapping[str, str]) -> Scheduler | None:
     """Return the first scheduler whose job variables are in `env`, regardless of --scheduler."""
     return next((scheduler for scheduler in schedulers().values() if scheduler.mark(env)), None)

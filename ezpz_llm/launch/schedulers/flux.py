@@ -24,6 +24,8 @@ from ezpz_llm.launch.schedulers.scheduler import (
     BatchScheduler,
     HostfileCommand,
     Node,
+    Origin,
+    Place,
     Request,
     StepLauncher,
 )
@@ -90,7 +92,7 @@ class FluxScheduler(BatchScheduler):
             raise self.unknown_nodes_error(env[name], error.found, where, env) from error
         return Allocation(scheduler=self.NAME, job_id=env[name], hosts=hosts, ends_at=ends_at,
                           source=shlex.join(_RESOURCES),
-                          devices_source="Flux" if any(host.devices for host in hosts) else "")
+                          devices_from=Origin("Flux", Place.JOB) if any(host.devices for host in hosts) else None)
 
     def step_launcher(self) -> StepLauncher | None:
         """Return `flux run`. Each step is a job of the instance."""

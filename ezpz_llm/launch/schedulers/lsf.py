@@ -1,6 +1,7 @@
 """LSF: nodes from the job's environment; the job's end time from bjobs.
 
-A job's slots are its MPI tasks, as in LSF's own MPI integrations. If IBM's Job Step Manager starts the ranks (jsrun
+A job's slots are its MPI tasks, as in LSF's own MPI integrations, or on nodes with accelerators the cores that it
+requests. If IBM's Job Step Manager starts the ranks (jsrun
 on machines such as Summit and Sierra), slots are cores, and the first node is the launch node, which gets no rank.
 Sources: IBM Spectrum LSF 10.1, "Environment variables set for job execution"
 (https://www.ibm.com/support/knowledgecenter/en/SSWRJV_10.1.0/lsf_config_ref/lsf_envars_job_exec.html), bsub and
@@ -25,6 +26,8 @@ from ezpz_llm.launch.schedulers.scheduler import (
     BatchScheduler,
     HostfileCommand,
     Node,
+    Origin,
+    Place,
     Request,
     StepLauncher,
 )
@@ -79,7 +82,8 @@ class LsfScheduler(BatchScheduler):
             return self._jsrun_allocation(job_id, counts, source)
         # One slot on every node is LSF's default, not a request for one rank per node.
         requests_slots = any(count > 1 for count in counts.values())
-        hosts = tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
+        hosts = tuple(Node(name, slots=count if requests_slots else None, slots_count_cores=True)
+                      for name, count in counts.items())
         return Allocation(scheduler=self.NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source)
 
     def _read_slots(self, env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
@@ -115,7 +119,8 @@ class LsfScheduler(BatchScheduler):
         else:
             compute_nodes = [first, *compute_nodes]
         hosts = tuple(Node(name, cores=counts[name]) for name in sorted(compute_nodes))
-        return Allocation(scheduler=self.NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source, notes=notes)
+        return Allocation(scheduler=self.NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source, notes=notes,
+                          cores_from=Origin(source, Place.JOB))
 
     def supplement(self, allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
         """Add the job's end time, from the run limit that only bjobs reports, or a note if it is unknown."""

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from ezpz_llm.base import MAX_NODES, UserError, read_text, whole_number
 from ezpz_llm.launch.hostnames import count_repeats, sum_by_node
-from ezpz_llm.launch.schedulers.scheduler import Allocation, HostfileCommand, Node, Scheduler
+from ezpz_llm.launch.schedulers.scheduler import Allocation, HostfileCommand, Node, Origin, Place, Scheduler
 
 
 def parse_slot_columns(text: str) -> tuple[Node, ...]:
     """Parse Grid Engine's file: hostname, slots, queue, processors; one line per node and queue.
 
-    The slots are used as ranks if any node has more than one.
+    The slots, which are cores, are used as ranks on nodes without accelerators if any node has more than one.
     """
     slots: list[tuple[str, int]] = []
     for line in filter(None, map(str.split, text.splitlines())):
@@ -33,7 +33,8 @@ def parse_slot_columns(text: str) -> tuple[Node, ...]:
         slots.append((line[0], number))
     counts = sum_by_node(slots)
     requests_slots = any(count > 1 for count in counts.values())
-    return tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
+    return tuple(Node(name, slots=count if requests_slots else None, slots_count_cores=True)
+                 for name, count in counts.items())
 
 
 def _parse_core_lines(text: str) -> tuple[Node, ...]:
@@ -100,7 +101,8 @@ class _NodeFileScheduler(Scheduler):
         if not hosts or len(hosts) > MAX_NODES:
             raise self.unknown_nodes_error(job_id, f"its node file names {len(hosts):,} nodes", where, env,
                                            variable)
-        return Allocation(self.NAME, job_id, hosts, None, variable)
+        cores_from = Origin(variable, Place.JOB) if any(host.cores for host in hosts) else None
+        return Allocation(self.NAME, job_id, hosts, None, variable, cores_from=cores_from)
 
 
 GRID_ENGINE = _NodeFileScheduler(

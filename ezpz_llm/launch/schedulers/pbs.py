@@ -21,6 +21,8 @@ from ezpz_llm.launch.schedulers.scheduler import (
     BatchScheduler,
     HostfileCommand,
     Node,
+    Origin,
+    Place,
     Request,
     clock,
     manual_instructions,
@@ -28,6 +30,8 @@ from ezpz_llm.launch.schedulers.scheduler import (
 )
 
 _CLOCK_SLACK_S = 120.0
+_CORES = ("NCPUS", "PBS_NUM_PPN")
+"""Variables with the number of CPUs of this process's chunk, which is on the first node; the second is Torque's."""
 _FIELDS = ("stime", "exec_host", "exec_vnode", "run_count", "walltime", "timestamp")
 
 
@@ -112,10 +116,12 @@ class PbsScheduler(BatchScheduler):
         lines = sum(host.slots or 1 for host in hosts)
         shared = len(hosts) == 1 and lines > 1
         notes = (f"PBS placed all {lines} chunks or ranks on one node",) if shared else ()
-        hosts = tuple(replace(host, cores=_first_node_cores(env) if host.slots == hosts[0].slots else None)
-                      for host in hosts)
+        # Nodes with the same slots are assumed to have the same chunks as this node, the first.
+        variable = next((name for name in _CORES if whole_number(env.get(name, ""))), None)
+        cores = whole_number(env[variable]) if variable else None
+        hosts = tuple(_with_cores(host, cores if host.slots == hosts[0].slots else None) for host in hosts)
         return Allocation(scheduler=self.NAME, job_id=job_id, hosts=hosts, ends_at=None, source="PBS_NODEFILE",
-                          notes=notes)
+                          notes=notes, cores_from=Origin(variable, Place.NODE) if variable else None)
 
     def supplement(self, allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
         """Add the job's end time and the nodes' CPUs, which only qstat reports.
@@ -148,8 +154,9 @@ class PbsScheduler(BatchScheduler):
             notes += matches.notes("the node file", "qstat's exec_host")
         if match_same_nodes(in_file, with_cores := list(job.cores)):
             places = match_names(in_file, with_cores).places
-            hosts = tuple(replace(host, cores=job.cores[with_cores[place]])
+            hosts = tuple(_with_cores(host, job.cores[with_cores[place]])
                           for host, place in zip(hosts, places, strict=True) if place is not None)
+            allocation = replace(allocation, cores_from=Origin("qstat's exec_vnode", Place.JOB))
         return replace(allocation, ends_at=ends_at, hosts=hosts).with_notes(*notes)
 
     def sets_variable(self, name: str, env: Mapping[str, str]) -> bool:
@@ -224,9 +231,9 @@ class PbsScheduler(BatchScheduler):
         return str(request.output / f"{job}.OU")
 
 
-def _first_node_cores(env: Mapping[str, str]) -> int | None:
-    """Return the CPUs of this process's chunk, which is on the first node."""
-    return whole_number(env.get("NCPUS", "")) or None
+def _with_cores(host: Node, cores: int | None) -> Node:
+    # With mpiprocs equal to ncpus, as is the default of some sites, the lines of the node file count cores.
+    return replace(host, cores=cores, slots_count_cores=cores is not None and host.slots == cores)
 
 
 def node_file_nodes(text: str) -> tuple[Node, ...]:

@@ -12,11 +12,32 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
 from ezpz_llm.base import UserError
 from ezpz_llm.launch.ranks import Family
+
+
+class Place(Enum):
+    """Place that a value describes. The value holds only there."""
+
+    JOB = "each node of the job"
+    """The scheduler's variables or commands state the value of each node."""
+    STEP = "the step of this process"
+    NODE = "this node, assumed of the others"
+    """Drivers, variables, or /proc of this node. Other nodes may differ, and no launcher may be asked for it."""
+    SITE = "each node of the site"
+    USER = "all nodes, chosen by the user"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Variable, command, or file that a value of the nodes was read from, and the place that it describes."""
+
+    source: str
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -25,14 +46,16 @@ class Node:
 
     Attributes:
         slots: ranks that the job or the hostfile requests on the node; None if unspecified.
-        devices: accelerators that the scheduler allocated there; None if unknown.
+        devices: accelerators that a step may use there; None if unknown.
         cores: CPUs that the scheduler allocated there; None if unknown.
+        slots_count_cores: the slots may be the node's cores instead of a number of ranks.
     """
 
     name: str
     slots: int | None = None
     devices: int | None = None
     cores: int | None = None
+    slots_count_cores: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,9 +66,11 @@ class Allocation:
         ends_at: the job's end time in epoch seconds; None if unknown.
         source: the variables or the file that the allocation was read from.
         slots_are_a_limit: the user set the slots, so that more ranks than slots are an error.
-        devices_source: origin of the nodes' `devices`.
+        devices_from: origin of the nodes' `devices`; None if unknown.
         step_id: the Slurm step that this process is in. It holds resources of the job that new steps need.
-        slots_source: origin of the nodes' `slots`, if not `source`.
+        slots_from: origin of the nodes' `slots`, if not `source`.
+        cores_from: origin of the nodes' `cores`; None if unknown.
+        devices_per_rank: accelerators that the job requests for each rank; None if it does not.
     """
 
     scheduler: str
@@ -54,10 +79,12 @@ class Allocation:
     ends_at: float | None
     source: str
     slots_are_a_limit: bool = False
-    devices_source: str = ""
+    devices_from: Origin | None = None
     step_id: str | None = None
     notes: tuple[str, ...] = ()
-    slots_source: str = ""
+    slots_from: Origin | None = None
+    cores_from: Origin | None = None
+    devices_per_rank: int | None = None
 
     def with_notes(self, *notes: str) -> Allocation:
         """Return a copy with more notes."""
@@ -243,7 +270,7 @@ class Scheduler(ABC):
         return ()
 
     def sets_variable(self, name: str, env: Mapping[str, str]) -> bool:
-        """Return True if the scheduler, not the user, set a variable that launch sets too."""
+        """Return True if the scheduler, not the user, set a variable that launch sets too, or a device mask."""
         return False
 
     def restart_count(self, env: Mapping[str, str]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ezpz_llm.base import UserError, ask_command, count_noun, epoch, system_text, whole_number
+from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.failures.log_kinds import (
     CANCELLED,
     ENDED,
@@ -31,13 +32,21 @@ from ezpz_llm.launch.schedulers.scheduler import (
     BatchScheduler,
     HostfileCommand,
     Node,
+    Origin,
+    Place,
     Request,
     StepLauncher,
     clock_with_days,
     manual_instructions,
 )
-from ezpz_llm.launch.schedulers.slurm_queries import add_devices, add_end_time
-from ezpz_llm.launch.schedulers.slurm_tasks import Tasks, count_devices, expand_layout, requested_tasks
+from ezpz_llm.launch.schedulers.slurm_queries import add_end_time, add_resources
+from ezpz_llm.launch.schedulers.slurm_tasks import (
+    Tasks,
+    count_devices,
+    devices_per_task,
+    expand_layout,
+    requested_tasks,
+)
 
 _MAX_GROUPS = 128
 """Slurm's limit on the components of a heterogeneous job."""
@@ -57,6 +66,9 @@ class _Names:
 
 _JOB = _Names("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES")
 _STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES")
+
+_GPUS_PER_NODE, _CPUS_PER_NODE = "SLURM_GPUS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE"
+_DEVICE_IDS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 
 _SCONTROL_TIMEOUT_S, _STEP_TIMEOUT_S = 3.0, 10.0
 _TAIL_BYTES = 1 << 16
@@ -91,8 +103,10 @@ class SlurmScheduler(BatchScheduler):
               "SLURM_TASKS_PER_NODE", "SLURM_HET_SIZE")
     JOB_PREFIXES = ("SLURM_",)
     USER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
-    # srun rejects these together with --ntasks-per-node or --gpus-per-task.
-    CONFLICTING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
+    # srun reads these as options. It rejects them together with launch's options, or binds ranks by them to
+    # devices that the step does not have. launch states the tasks and the devices of its steps instead.
+    CONFLICTING = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_NTASKS_PER_SOCKET",
+                   "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_TRES_BIND")
     SITE_VARIABLES = ("SLURM_CLUSTER_NAME",)
     COMMANDS = ("sbatch", "srun")
     HOSTFILE_COMMANDS = (
@@ -152,7 +166,7 @@ class SlurmScheduler(BatchScheduler):
                             + manual_instructions(self.HOSTFILE_COMMANDS, env))
         cores = _cores(env)
         minimum_cores = min(cores.values(), default=None)
-        devices = count_devices(env.get("SLURM_GPUS_PER_NODE", ""))
+        devices = count_devices(env.get(_GPUS_PER_NODE, ""))
         where = f"{names.hosts}={env.get(names.hosts)}"
         tasks = (_step_tasks(env, len(hosts), where) if step_id
                  else requested_tasks(env, [devices] * len(hosts), where))
@@ -163,10 +177,13 @@ class SlurmScheduler(BatchScheduler):
                         for name, slots in zip(hosts, tasks.counts, strict=True)),
             ends_at=epoch(env.get("SLURM_JOB_END_TIME", "")),
             source=names.hosts,
-            devices_source="" if devices is None else "SLURM_GPUS_PER_NODE",
+            # The job's request. A step gets no more, even if the job holds all devices of exclusive nodes.
+            devices_from=None if devices is None else Origin(_GPUS_PER_NODE, Place.JOB),
             notes=(*_notes(env, names, hosts), *tasks.notes),
             step_id=step_id,
-            slots_source=tasks.source,
+            slots_from=Origin(f"slots of {names.hosts}", Place.STEP) if step_id else tasks.origin,
+            cores_from=Origin(_CPUS_PER_NODE, Place.JOB) if cores else None,
+            devices_per_rank=devices_per_task(env),
         )
 
     def _reject_heterogeneous(self, env: Mapping[str, str], job_id: str) -> None:
@@ -184,11 +201,11 @@ class SlurmScheduler(BatchScheduler):
                                     " --scheduler none --hostfile hosts …   (MPICH's mpiexec, over ssh)")
 
     def supplement(self, allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-        """Add the devices if they are not visible here, and the job's end time.
+        """Add the resources of each node, which this node's variables do not have, and the job's end time.
 
         Adds a note if squeue fails or contradicts the job's variables.
         """
-        return add_end_time(add_devices(allocation, env, limit_s, tries), env, limit_s, tries)
+        return add_end_time(add_resources(allocation, env, limit_s, tries), env, limit_s, tries)
 
     def cancellations(self, env: Mapping[str, str]) -> list[str]:
         """Return lines about the end of this job from its output file, to which a requeued job appends.
@@ -225,7 +242,15 @@ class SlurmScheduler(BatchScheduler):
         return whole_number(env.get("SLURM_RESTART_COUNT", "")) or 0
 
     def sets_variable(self, name: str, env: Mapping[str, str]) -> bool:
-        """Return True for Hydra's options with Slurm's value."""
+        """Return True for Hydra's options with Slurm's value, and for a device mask of Slurm.
+
+        Slurm numbers the devices as the driver does, or from 0 if a control group hides the others.
+        """
+        if name in MASKS:
+            for ids in filter(None, map(env.get, _DEVICE_IDS)):
+                count = len(ids.split(","))
+                if env.get(name) in (ids, ",".join(map(str, range(count)))):
+                    return True
         return name in _HYDRA_OPTIONS and env.get(name) == EXTERNAL_LAUNCHER
 
     def local_folder(self, env: Mapping[str, str]) -> Path | None:
@@ -320,7 +345,7 @@ def _own_step(env: Mapping[str, str]) -> str | None:
 
 def _cores(env: Mapping[str, str]) -> dict[str, int]:
     """Return the CPUs of each node of the job, or of some nodes if the lists differ in length (in some steps)."""
-    text = env.get("SLURM_JOB_CPUS_PER_NODE")
+    text = env.get(_CPUS_PER_NODE)
     return dict(zip(expand_hostlist(env.get(_JOB.hosts, "")), expand_counts(text), strict=False)) if text else {}
 
 

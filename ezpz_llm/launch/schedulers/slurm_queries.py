@@ -1,21 +1,23 @@
-"""Facts of a Slurm job that only squeue and scontrol report: its end time and its devices."""
+"""Facts of a Slurm job that only squeue and scontrol report: its end time, devices, and CPUs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from ezpz_llm.base import UserError, ask_command
-from ezpz_llm.launch.hostlist import expand_hostlist
+from ezpz_llm.launch.hostlist import expand_hostlist, expand_numbers
 from ezpz_llm.launch.hostnames import match_same_nodes
-from ezpz_llm.launch.schedulers.scheduler import Allocation, parse_local_time
-from ezpz_llm.launch.schedulers.slurm_tasks import requested_tasks
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Origin, Place, parse_local_time
+from ezpz_llm.launch.schedulers.slurm_tasks import PER_SOCKET, requested_tasks
 
 STAMP = "%Y-%m-%dT%H:%M:%S"
 """Format of times in Slurm's output."""
 
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
+_ORIGIN = Origin("scontrol show job", Place.JOB)
 
 
 def add_end_time(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
@@ -50,50 +52,104 @@ def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
     return None, ""
 
 
-def add_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """Add the job's devices from scontrol if they are not visible here, and the slots that depend on them."""
-    return _with_tasks_per_gpu(allocation, _with_devices(allocation, env, limit_s, tries), env)
+@dataclass(frozen=True)
+class JobDescription:
+    """Resources of a job as `scontrol show job -d` prints them; empty if it did not answer.
+
+    Attributes:
+        devices: accelerators that a step may use on each node. A job with exclusive nodes holds all accelerators
+            of its nodes; if it also requests a number per node, steps get that number.
+        cores: CPUs of the job on each node.
+        tasks_per_node: tasks that Slurm derives for each node from the requested sockets, cores and threads; None
+            if the job requests none of these.
+        sockets: sockets of each node; empty unless a request depends on them.
+    """
+
+    devices: Mapping[str, int] = field(default_factory=dict)
+    cores: Mapping[str, int] = field(default_factory=dict)
+    tasks_per_node: int | None = None
+    sockets: Mapping[str, int] = field(default_factory=dict)
 
 
-def _with_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    # On a login node, salloc's shell does not see the job's devices, and `--gres=gpu:4` sets no variable.
-    # SLURM_GPUS is the total of the job, which nodes need not share equally.
-    if allocation.step_id is not None or (env.get("SLURMD_NODENAME") and not env.get("SLURM_GPUS")):
+def add_resources(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
+    """Add each node's devices and CPUs from scontrol, and the slots that depend on them.
+
+    Variables have these only for some requests. A process in a step keeps the values of its step.
+    """
+    if allocation.step_id is not None:
         return allocation
     answer = ask_command(["scontrol", "show", "job", "-d", str(allocation.job_id)], env, limit_s, tries)
-    counts = read_devices(answer.text or "")
-    if any(host.name not in counts for host in allocation.hosts) or not any(counts.values()):
-        return allocation
-    hosts = tuple(replace(host, devices=counts[host.name]) for host in allocation.hosts)
-    if len({host.devices for host in hosts}) > 1:
-        # Slurm 22.05: with 2 devices on the first node and 1 on the second, such a step saw 1 and 1.
-        allocation = allocation.with_notes("the job's nodes have unequal numbers of devices, and an srun --overlap "
-                                           "step may see fewer of them: request --gpus-per-node instead of -G")
-    return replace(allocation, hosts=hosts, devices_source="scontrol show job")
+    job = read_job(answer.text or "")
+    if env.get(PER_SOCKET):
+        words = ["scontrol", "--oneliner", "show", "node", env.get(allocation.source, "")]
+        job = replace(job, sockets=_read_sockets(ask_command(words, env, limit_s, tries).text or ""))
+    names = {host.name for host in allocation.hosts}
+    hosts, devices_from, cores_from = allocation.hosts, allocation.devices_from, allocation.cores_from
+    if names <= job.devices.keys() and devices_from is None:
+        hosts = tuple(replace(host, devices=job.devices[host.name]) for host in hosts)
+        devices_from = _ORIGIN
+        if len(set(job.devices.values())) > 1:
+            allocation = allocation.with_notes("the job's nodes have unequal numbers of devices, so that each rank"
+                                               " sees only its own: request --gpus-per-node instead of -G to see"
+                                               " all")
+    if names <= job.cores.keys() and cores_from is None:
+        hosts = tuple(replace(host, cores=job.cores[host.name]) for host in hosts)
+        cores_from = _ORIGIN
+    found = replace(allocation, hosts=hosts, devices_from=devices_from, cores_from=cores_from)
+    return _with_tasks(allocation, found, job, env)
 
 
-def _with_tasks_per_gpu(before: Allocation, allocation: Allocation, env: Mapping[str, str]) -> Allocation:
-    """Update the slots if scontrol reported devices that `before` lacks (for SLURM_NTASKS_PER_GPU)."""
-    old, new = (requested_tasks(env, [host.devices for host in version.hosts], version.source)
-                for version in (before, allocation))
-    if allocation.step_id is not None or old == new:
-        return allocation
-    hosts = tuple(replace(host, slots=count) for host, count in zip(allocation.hosts, new.counts, strict=True))
-    notes = (*(note for note in allocation.notes if note not in old.notes), *new.notes)
-    return replace(allocation, hosts=hosts, slots_source=new.source, notes=notes)
+def _with_tasks(before: Allocation, found: Allocation, job: JobDescription, env: Mapping[str, str]) -> Allocation:
+    """Update the slots if they differ with what scontrol reported."""
+    old = requested_tasks(env, [host.devices for host in before.hosts], before.source)
+    sockets = [job.sockets[host.name] for host in found.hosts if host.name in job.sockets]
+    new = requested_tasks(env, [host.devices for host in found.hosts], found.source, job.tasks_per_node, sockets)
+    if old == new:
+        return found
+    hosts = tuple(replace(host, slots=count) for host, count in zip(found.hosts, new.counts, strict=True))
+    notes = (*(note for note in found.notes if note not in old.notes), *new.notes)
+    return replace(found, hosts=hosts, slots_from=new.origin, notes=notes)
 
 
-def read_devices(text: str) -> dict[str, int]:
-    """Return the job's accelerators on each node, from the output of `scontrol show job -d`.
+def read_job(text: str) -> JobDescription:
+    """Parse the output of `scontrol show job -d`.
 
-    Its rows look like "Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)".
+    The rows of nodes look like "Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)", and requests like
+    "TresPerNode=gres:gpu:2", or since Slurm 23 "gres/gpu:2".
     """
     devices: dict[str, int] = {}
-    for row in re.finditer(r"^[ \t]+Nodes=(?P<hosts>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>\S*)", text,
+    cores: dict[str, int] = {}
+    per_node = re.search(r"^[ \t]+TresPerNode=(\S+)", text, re.MULTILINE)
+    requested = sum(map(int, _GPUS.findall(per_node[1]))) if per_node else 0
+    for row in re.finditer(r"^[ \t]+Nodes=(?P<hosts>\S+) CPU_IDs=(?P<cpus>\S*) Mem=\S* GRES=(?P<gres>\S*)", text,
                            re.MULTILINE):
-        count = sum(map(int, _GPUS.findall(row["gres"])))
-        devices |= dict.fromkeys(_expand_or_empty(row["hosts"]), count)
-    return devices
+        held = sum(map(int, _GPUS.findall(row["gres"])))
+        names = _expand_or_empty(row["hosts"])
+        devices |= dict.fromkeys(names, min(held, requested or held))
+        cores |= dict.fromkeys(names, _count_cpus(row["cpus"]))
+    return JobDescription(devices, cores if all(cores.values()) else {}, _read_tasks_per_node(text))
+
+
+def _read_sockets(text: str) -> dict[str, int]:
+    """Return the sockets of each node, from the output of `scontrol --oneliner show node`."""
+    rows = re.finditer(r"^NodeName=(\S+) .*?\bSockets=(\d{1,4})\b", text, re.MULTILINE)
+    return {row[1]: int(row[2]) for row in rows}
+
+
+def _count_cpus(ids: str) -> int:
+    try:
+        return len(expand_numbers(ids))
+    except ValueError:
+        return 0
+
+
+def _read_tasks_per_node(text: str) -> int | None:
+    """Return the product of the requested sockets per node, cores per socket and threads per core."""
+    sockets = re.search(r"\bSocks/Node=(\d{1,6})\b", text)
+    others = re.search(r"\bReqB:S:C:T=\w+:\w+:(\d{1,6}|\*):(\d{1,6}|\*)", text)
+    factors = [*(sockets.groups() if sockets else ()), *(others.groups() if others else ())]
+    numbers = [int(factor) for factor in factors if factor != "*"]
+    return prod(numbers) if numbers else None
 
 
 def _expand_or_empty(hosts: str) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ezpz_llm.base import EXIT_PREFLIGHT, PrivateFolder, UserError, make_private, run_command
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.node.folder import register_shim
+from ezpz_llm.launch.node_variables import restore_variables
 from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.shim.output import Output, max_log_bytes, open_log
 from ezpz_llm.launch.shim.rank import Rank, bind_to_cores
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
             os.environ.pop(name, None)
     if path := os.environ.pop(PATH_VARIABLE, None):
         os.environ["PATH"] = path
+    restore_variables(os.environ)
     info = find_rank(os.environ)
     run_dir = RunDir(Path(os.environ[RUN_DIR_VARIABLE]))
     _check_world(info)
