@@ -257,7 +257,7 @@ def test_a_cancelled_job(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("scancel", "--user=root")
     for folder in folders.values():
         _wait_for(lambda folder=folder: record(folder / "r")["exit"] is not None, "the end on file")
-        _check(folder, 143, "was canceled: slurmstepd")
+        _check(folder, 143, "was canceled: ")
         assert record(folder / "r")["exit"]["kind"] == "cancelled"
     cluster.finish(shell)
 

@@ -16,8 +16,9 @@ from ezpz_llm.launch.option_parsing import reads_program
 def _shell(folder: Path, script: str, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "list").write_text(text)
     launch = f"{sys.executable} -m ezpz_llm.launch"
-    return subprocess.run(["bash", "-c", script.replace("launch", launch, 1)], cwd=folder, env=clean_env(),
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=scaled(120), check=False)
+    words = ("bash", "-c", script.replace("launch", launch, 1))
+    return subprocess.run(words, cwd=folder, env=clean_env(), stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, timeout=scaled(120), check=False)
 
 
 def test_a_loop_over_lines_keeps_its_lines(tmp_path: Path) -> None:

@@ -210,8 +210,8 @@ def test_a_read_only_cache_without_an_environment(checkout: Checkout, tmp_path: 
 def run_read_only(checkout: Checkout, *words: str) -> subprocess.CompletedProcess[str]:
     """Run with-env in a mount namespace in which the cache is read-only."""
     script = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" || exit 77; shift; exec "$@"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "sh", str(checkout.cache), *checkout.command(*words)],
-                          capture_output=True, text=True, timeout=scaled(120), env=checkout.environment(),
+    command = ("unshare", "-m", "sh", "-c", script, "sh", str(checkout.cache), *checkout.command(*words))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=checkout.environment(),
                           check=False)
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"cannot mount: {done.stderr}")

@@ -89,8 +89,12 @@ _BY_USER = r"(?:DUE to SIGNAL [\w ]+ )?\*\*\*"
 """Slurm 25.05 and newer name the signal."""
 
 
+# Slurm 26.05 prints the time in place of slurmstepd's name.
+_STEPD = r"(?:slurmstepd\S*:|\[[\d.:T-]+\]) error: \*\*\* "
+
+
 def _cancelled(what: str, why: str) -> str:
-    return rf"slurmstepd(?:-\S+)?: error: \*\*\* {what} CANCELLED AT (?P<time>\S+) {why}"
+    return rf"{_STEPD}{what} CANCELLED AT (?P<time>\S+) {why}"
 
 
 class SlurmScheduler(BatchScheduler):
@@ -222,7 +226,7 @@ class SlurmScheduler(BatchScheduler):
                 or re.search(r"^[ \t]*StdOut=(\S.*)$", description, re.MULTILINE))
         if path is None:
             return []
-        return re.findall(rf"slurmstepd\S* error: \*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT .*",
+        return re.findall(rf"{_STEPD}JOB {re.escape(job)} ON \S+ CANCELLED AT .*",
                           system_text(path[1], _TAIL_BYTES))
 
     def step_launcher(self) -> StepLauncher | None:
