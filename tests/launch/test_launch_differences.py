@@ -9,6 +9,7 @@ from pathlib import Path
 from ezpz_llm.launch.failures.differences import (
     Frame,
     describe_blocking_rank,
+    last_calls,
     main_stack,
     minority_ranks,
     stack_in_log,
@@ -125,3 +126,9 @@ def test_in_one_line(tmp_path: Path) -> None:
     assert describe_blocking_rank(behind, behind,
                                   {}).endswith("; ranks 2-3 (all of n2) are behind, others reached step 9")
     assert describe_blocking_rank(behind[1:], behind[1:], {}).endswith("; rank 3 is behind, others reached step 9")
+
+
+def test_calls_of_methods_have_no_class() -> None:
+    """py-spy prints `FileBaton.wait` since Python 3.11, and `wait` before."""
+    stack = [("t.py", 1, "<module>"), ("/x/torch/utils/file_baton.py", 50, "FileBaton.wait")]
+    assert last_calls(stack) == ["at /x/torch/utils/file_baton.py:50 in wait", "at t.py:1 in <module>"]

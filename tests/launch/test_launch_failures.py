@@ -122,6 +122,8 @@ def test_kinds_from_codes_and_signals() -> None:
     assert classify(_failure(0, 4.0, 127, None, "launch: cannot run 'x': not there")).kind is Kind.NOT_FOUND
     assert classify(_failure(0, 4.0, 2, None, "error: unknown option --x")).kind is Kind.USAGE
     assert classify(_failure(0, 4.0, 3, None, "error: launch started 4 ranks, but …")).kind is Kind.WRONG_WORLD
+    # The same code of another program.
+    assert classify(_failure(0, 4.0, 3, None, "error: no data")).kind is Kind.EXIT
     assert classify(_failure(0, 4.0, 143, "SIGTERM", ended_by="SIGTERM")).kind is Kind.TERMINATED
     assert classify(_failure(0, 4.0, 143, "SIGTERM", ended_by="launch")).kind is Kind.STOPPED
     assert classify(_failure(0, 4.0, 143, "SIGTERM")).kind is Kind.SIGNAL

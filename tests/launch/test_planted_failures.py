@@ -32,7 +32,9 @@ from simcluster.cluster import Cluster
 from ezpz_llm.base.untrusted_input import parse_toml
 
 RESULTS = ROOT / "benchmarks/results/planted_failures.md"
-BLIND = ROOT / "benchmarks/results/blind_failures.json"
+BLIND = {"blind.toml": RESULTS.with_name("blind_failures.json"),
+         "blind_second.toml": RESULTS.with_name("blind_second_failures.json")}
+"""Files of failures that were new to the classifier, and the records of their first runs."""
 _AT_ONCE = 4
 _LIMIT_S = 300
 """Time limit of each wait: with forty busy processes on the machine, one run took 100 s."""
@@ -102,9 +104,9 @@ def _read(path: Path) -> list[Plant]:
                                       for key, value in table.items()}) for name, table in tables.items()]
 
 
-_FILES = ("ours.toml", "others.toml", "blind.toml")
+_FILES = ("ours.toml", "others.toml", *BLIND)
 PLANTS = [plant for name in _FILES for plant in _read(TESTS / "launch/planted" / name)]
-_BLIND_ONES = [plant for plant in PLANTS if plant.file == "blind.toml"]
+_BLIND_ONES = {name: [plant for plant in PLANTS if plant.file == name] for name in BLIND}
 _NO_ERROR = re.compile(r"  (?:log|try|\d+ ranks?|ranks?|no record|last lines)\b")
 
 
@@ -271,28 +273,39 @@ def test_planted_on_one_host(tmp_path: Path, plant: Plant) -> None:
 @pytest.mark.full
 def test_the_bar(recording: bool) -> None:
     """Check all but the blind failures, whose first result is kept (planted/README.md), and write the tables."""
-    plants = [plant for plant in PLANTS if plant not in _BLIND_ONES]
+    plants = [plant for plant in PLANTS if plant.file not in BLIND]
     score = _score(plants)
     if recording:
-        _note_the_blind()
+        for file in BLIND:
+            _note_the_blind(file)
         RESULTS.write_text(_results(plants))
     assert score["named"] >= _BAR * len(plants)
     assert score["advice"]["wrong"] == 0
 
 
 @pytest.mark.full
-def test_the_blind_ones_since_they_were_seen(recording: bool) -> None:
+@pytest.mark.parametrize("file", BLIND)
+def test_the_blind_ones_since_they_were_seen(recording: bool, file: str) -> None:
     """All of these are named by now, which does not predict the result on new failures."""
-    score = _score(_BLIND_ONES)
+    score = _score(_BLIND_ONES[file])
     if recording:
-        _note_the_blind()
-    assert score["named"] == score["advice"]["right"] == len(_BLIND_ONES)
+        _note_the_blind(file)
+    assert score["named"] == score["advice"]["right"] == len(_BLIND_ONES[file])
 
 
-def _note_the_blind() -> None:
-    score = {"date": str(datetime.now(timezone.utc).date()), "score": _score(_BLIND_ONES)}
-    found = json.loads(BLIND.read_text()) | {"after_they_were_seen": score}
-    BLIND.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+def _note_the_blind(file: str) -> None:
+    """Record the score of a file's failures; the first call also records the answers, as the first run."""
+    score = {"date": str(datetime.now(timezone.utc).date()), "score": _score(_BLIND_ONES[file])}
+    if BLIND[file].exists():
+        results = json.loads(BLIND[file].read_text()) | {"after_they_were_seen": score}
+    else:
+        results = score | {"rows": {plant.name: _answers(plant, _SEEN[plant.name]) for plant in _BLIND_ONES[file]}}
+    BLIND[file].write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+
+
+def _answers(plant: Plant, seen: Seen) -> dict[str, Any]:
+    return {"what": plant.what, "source": plant.source, "hosts": seen.hosts, "headline": seen.headline,
+            "advice": seen.advised, "named": seen.names(plant), "advice_verdict": seen.advice(plant)}
 
 
 def _score(plants: list[Plant]) -> dict[str, Any]:
@@ -304,17 +317,17 @@ def _score(plants: list[Plant]) -> dict[str, Any]:
 
 
 def _results(played: list[Plant]) -> str:
-    blind = json.loads(BLIND.read_text())
     lines = [_HEAD.format(day=datetime.now(timezone.utc).date(), score=_counted(_score(played)))]
     for title, plants in (
             ("First scorecard", [plant for plant in played if plant.scorecard]),
             ("More of our own", [plant for plant in played if not plant.scorecard and plant.file == "ours.toml"]),
             ("By another author", [plant for plant in played if plant.file != "ours.toml"]),
-            ("Blind", _BLIND_ONES)):
+            ("Blind", _BLIND_ONES["blind.toml"]), ("Blind, second set", _BLIND_ONES["blind_second.toml"])):
         lines.append(f"\n## {title}\n")
-        if plants is _BLIND_ONES:
-            lines.append(_BLIND.format(first=_counted(blind["score"]),
-                                       seen=_counted(blind["after_they_were_seen"]["score"])))
+        if (first_run := BLIND.get(plants[0].file)) is not None:
+            scores = json.loads(first_run.read_text())
+            lines.append(_BLIND.format(first=_counted(scores["score"]), record=first_run.relative_to(ROOT),
+                                       seen=_counted(scores["after_they_were_seen"]["score"])))
         lines += ["| failure | headline | cause named | advice | source of the message |", "|---|---|---|---|---|"]
         lines += [_row(plant, _SEEN[plant.name]) for plant in plants]
     return "\n".join(lines) + "\n"
@@ -358,7 +371,7 @@ Total: {score}.
 _BLIND = """The author did not know the classifier. The expected answers were committed before the first run. These
 failures do not count in the total.
 
-- First run, blind: {first} (`benchmarks/results/blind_failures.json`).
+- First run, blind: {first} (`{record}`).
 - After texts for the missed failures were added: {seen}.
 
 Only the first line measures how well unknown failures are named.

@@ -20,7 +20,7 @@ from ezpz_llm.rundir import RunDir
 
 _TRAINER = "ezpz_llm.train"
 _MAX_HOSTS = 8
-_PATH = re.compile(r"'(/[^']+)'|\"(/[^\"]+)\"|(?:^|\s)(/[^\s:,]+)")
+_PATH = re.compile(r"'(/[^']+)'|\"(/[^\"]+)\"|(?:^|\s)(/[^\s:,]+)|\[Errno \d+\] [^']*'([^']+)'")
 
 
 def find_advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequence[str] | None) -> str | None:

@@ -36,6 +36,8 @@ class Finding:
 
 
 _KILLED_CODE = 137
+_WRONG_WORLD = "error: launch started "
+"""Error of this package in a rank. Other programs may exit with the same code."""
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|exit code: -9|Killed$")
 _NO_SPACE = re.compile(r"No space left on device(?!.*'/(?!dev/shm))")
 """Error of a write without a path, or in /dev/shm."""
@@ -113,7 +115,7 @@ def _finding_from_exit_code(failure: Failure) -> Finding:
     error = next((line for line in reversed(failure.tail) if line.startswith("error: ")), None)
     if failure.exit_code in (126, 127):
         return Finding(Kind.NOT_FOUND, last)
-    if failure.exit_code == EXIT_PREFLIGHT and error:
+    if failure.exit_code == EXIT_PREFLIGHT and error and error.startswith(_WRONG_WORLD):
         return Finding(Kind.WRONG_WORLD, error)
     if failure.exit_code == EXIT_USAGE and error:
         return Finding(Kind.USAGE, error)

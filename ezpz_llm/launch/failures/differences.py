@@ -70,7 +70,9 @@ def find_blocking_ranks(stacks: Mapping[int, Sequence[Frame]]) -> tuple[list[int
 
 def last_calls(frames: Sequence[Frame]) -> list[str]:
     """Format the innermost calls of a stack, innermost first, as lines for `find_text`."""
-    return [f"at {file}:{line} in {function}" for file, line, function in reversed(frames[-_LAST_CALLS:])]
+    # py-spy names the class of a method since Python 3.11.
+    return [f"at {file}:{line} in {function.rpartition('.')[2]}"
+            for file, line, function in reversed(frames[-_LAST_CALLS:])]
 
 
 def stack_in_log(text: str) -> list[Frame]:

@@ -64,7 +64,9 @@ _NODE_DEPENDENT_KINDS = (Kind.MISSING_MODULE, Kind.NOT_FOUND, Kind.DISK_FULL)
 """Kinds that every rank would show if the program caused them. If only some ranks do, their nodes are suspect."""
 
 _EXTERNAL_SIGNALS = ("SIGTERM", "SIGKILL", "SIGINT", "SIGHUP")
-_LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was killed, and its ranks with it")
+_LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was killed, and its ranks with it",
+                         advice="look for the reason on launch's node: dmesg (out of memory), or a limit of the"
+                                " login node on processes")
 
 
 @dataclass(frozen=True)
