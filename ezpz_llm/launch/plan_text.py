@@ -88,6 +88,8 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
             "site": plan.site.source,
             "binding": plan.binding.source,
             **({"container": plan.container.source} if plan.container.image else {}),
+            **{name: f"{origin.source} ({origin.place.value})" for name, origin in (
+                ("devices", plan.allocation.devices_from), ("cores", plan.allocation.cores_from)) if origin},
             **{name: setting.source for name, setting in plan.env.items()},
         },
     }

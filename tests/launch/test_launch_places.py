@@ -17,6 +17,7 @@ from ezpz_llm.launch.environment import variables_of_this_node
 from ezpz_llm.launch.node_variables import has_uuids, restore_variables
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.plan_text import as_json
 from ezpz_llm.launch.schedulers.scheduler import Origin, Place
 
 _HERE = socket.gethostname()
@@ -178,6 +179,25 @@ def test_cpus_that_no_variable_has(tmp_path: Path) -> None:
     assert "-c" not in plan.argv
     assert "--cpu-bind=none" in plan.argv
     assert plan.binding.source == "the CPUs per node are unknown"
+
+
+@pytest.mark.parametrize(("words", "shown", "more", "devices"), [
+    ("", _shown(held=4), {}, "scontrol show job (each node of the job)"),
+    ("", "", {"SLURM_GPUS_PER_NODE": "2"}, "SLURM_GPUS_PER_NODE (each node of the job)"),
+    ("", "", {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_GPUS": "4,5"},
+     "CUDA_VISIBLE_DEVICES (this node, assumed of the others)"),
+    ("", "", {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_GPUS": "0,1", "SLURM_STEP_ID": "0",
+              "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_GPUS_PER_NODE": "4"},
+     "CUDA_VISIBLE_DEVICES (the step of this process)"),
+    ("", _shown(held=4), {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES (all nodes, chosen by the user)"),
+    ("--site perlmutter", "", {}, "site perlmutter (each node of the site)"),
+    ("", "", {}, None),
+])
+def test_the_plan_names_the_place_of_the_devices(tmp_path: Path, words: str, shown: str, more: dict[str, str],
+                                                 devices: str | None) -> None:
+    sources = as_json(_plan(words, _slurm(tmp_path, shown, JOB_CPUS_PER_NODE="8(x2)") | more))["sources"]
+    assert sources.get("devices") == devices
+    assert sources["cores"] == "SLURM_JOB_CPUS_PER_NODE (each node of the job)"
 
 
 @pytest.mark.parametrize("site", ["perlmutter", "lumi", "jupiter"])

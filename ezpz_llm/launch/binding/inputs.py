@@ -52,15 +52,16 @@ def devices_of_nodes(env: Mapping[str, str], site: Site, allocation: Allocation,
         if len(visible.ids) == maximum and is_here_in_allocation:
             return visible, allocation
         return Devices(tuple(map(str, range(maximum))), allocation.devices_from.source), allocation
-    # The scheduler does not manage devices, or this job has none.
-    unmanaged = _set_devices(allocation, None, None)
-    if is_here_in_allocation and visible.ids:
-        return visible, unmanaged
-    if site.devices_per_host is None or (is_here_in_allocation and has_no_accelerator(env)):
-        return Devices((), visible.source if is_here_in_allocation else _UNKNOWN), unmanaged
+    # The scheduler does not manage devices, or this job has none, so that no step can request them.
+    if is_here_in_allocation and (visible.ids or site.devices_per_host is None or has_no_accelerator(env)):
+        return visible, _set_devices(allocation, None, Origin(visible.source, Place.NODE))
+    if site.devices_per_host is None:
+        return Devices((), _UNKNOWN), _set_devices(allocation, None, None)
     if allocation.devices_from and requests_devices(site):
-        return Devices((), allocation.devices_from.source), unmanaged
-    return Devices(tuple(map(str, range(site.devices_per_host))), f"site {site.name}"), unmanaged
+        return Devices((), allocation.devices_from.source), _set_devices(allocation, None, allocation.devices_from)
+    origin = Origin(f"site {site.name}", Place.SITE)
+    return (Devices(tuple(map(str, range(site.devices_per_host))), origin.source),
+            _set_devices(allocation, None, origin))
 
 
 def _set_devices(allocation: Allocation, devices: int | None, origin: Origin | None) -> Allocation:
@@ -71,7 +72,7 @@ def _set_devices(allocation: Allocation, devices: int | None, origin: Origin | N
 def _limit_devices(allocation: Allocation, devices: int, origin: Origin) -> Allocation:
     """Return the allocation with at most `devices` on each node, as far as the scheduler's number is known."""
     if not any(host.devices for host in allocation.hosts):
-        return _set_devices(allocation, None, None)
+        return _set_devices(allocation, None, origin)
     hosts = tuple(replace(host, devices=min(host.devices or 0, devices)) for host in allocation.hosts)
     return replace(allocation, hosts=hosts, devices_from=origin)
 

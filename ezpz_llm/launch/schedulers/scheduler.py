@@ -66,7 +66,7 @@ class Allocation:
         ends_at: the job's end time in epoch seconds; None if unknown.
         source: the variables or the file that the allocation was read from.
         slots_are_a_limit: the user set the slots, so that more ranks than slots are an error.
-        devices_from: origin of the nodes' `devices`; None if unknown.
+        devices_from: origin of the number of devices, also if steps cannot request them; None if unknown.
         step_id: the Slurm step that this process is in. It holds resources of the job that new steps need.
         slots_from: origin of the nodes' `slots`, if not `source`.
         cores_from: origin of the nodes' `cores`; None if unknown.
