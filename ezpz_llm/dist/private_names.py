@@ -63,6 +63,16 @@ def persistent_buffers(module: Any) -> list[str]:
     return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
 
 
+def initialize_fsdp(module: Any) -> None:
+    """Make a module the root of its fully_shard units, which torch does in its first forward pass."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a torch optimizer's hooks before and after a step, by id."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
 def compile_times() -> dict[str, float]:
     """Return the seconds that torch.compile spent in each phase. Imports torch._dynamo, so call it only after a
     compilation."""

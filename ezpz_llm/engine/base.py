@@ -157,6 +157,9 @@ class MicroStepEngine(Engine):
     def discard_gradients(self) -> None:
         """Discard the gradients since the last step."""
 
+    def release(self) -> None:
+        """Make the memory of the engine collectable, when its model is not used any more."""
+
     @abstractmethod
     def step(self, lr: float | None) -> Tensor:
         """Clip gradients, perform an optimizer step, and clear gradients.

@@ -150,6 +150,10 @@ class DeepSpeedEngine(MicroStepEngine):
         else:
             _zero_gradients(zero)
 
+    def release(self) -> None:
+        """Remove DeepSpeed's hooks, which make cycles that Python does not see."""
+        self._engine.destroy()
+
     def step(self, lr: float | None) -> Tensor:
         """Clip gradients and perform an optimizer step; return the global gradient norm (0-d) before clipping."""
         set_lr(self._engine.optimizer, lr)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.private_names import tree_leaves
+from ezpz_llm.dist.private_names import initialize_fsdp, tree_leaves
 from ezpz_llm.engine.gradient_reducer import GradientReducer
 from ezpz_llm.engine.gradients import sharded_norm_and_clip
 from ezpz_llm.engine.masters import MasterWeights
@@ -88,6 +88,7 @@ class Fsdp2Engine(TorchEngine):
                 for group in groups]
         super().__init__(model, resolved, dist, rows, make)
         model.register_forward_hook(self._reshard_after_evaluation)
+        initialize_fsdp(model)  # a script may call a unit before the model
 
     def _reshard_after_evaluation(self, *_: Any) -> None:
         """Free the parameters of a script that a pass without gradients leaves gathered.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -44,8 +45,15 @@ class GradientReducer:
         self._buckets = list(_buckets(reversed(self._names), reduced))
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
         self._first = self._next = 0 if peers > 1 else len(self._buckets)
+        # torch keeps hooks where Python's garbage collector does not see a cycle.
+        owner = weakref.ref(self)
+
+        def accumulate(parameter: Tensor) -> None:
+            if (reducer := owner()) is not None:
+                reducer._accumulate(parameter)
+
         for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._accumulate)
+            parameter.register_post_accumulate_grad_hook(accumulate)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._bucket_of

@@ -34,7 +34,7 @@ _STAGES_1_AND_2 = {
 }
 _STAGE_3 = {
     "deepspeed.runtime.zero.partition_parameters": [
-        "ds_tensor", "ds_secondary_tensor", "ds_numel", "ds_shape", "partition_numel", "local_device",
+        "ds_tensor", "ds_secondary_tensor", "ds_numel", "ds_shape", "ds_status", "partition_numel", "local_device",
         "_convert_to_deepspeed_param"],
     "deepspeed.runtime.zero.stage3": [
         "_global_grad_norm", "get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload",
@@ -42,7 +42,7 @@ _STAGE_3 = {
         "fp32_partitioned_groups_flat", "override_loss_scale", "_swappable_optimizer_subgroup",
         "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out",
         "_reassign_or_swap_out_partitioned_parameters", "checkpoint_event_prologue", "checkpoint_event_epilogue",
-        "invalidate_secondary_tensor"],
+        "invalidate_secondary_tensor", "empty_partition_cache"],
 }
 _PIPELINE = {
     "deepspeed.runtime.pipe.schedule": ["TrainSchedule"],

@@ -22,7 +22,7 @@ Groups = tuple[ProcessGroup | None, ...]
 """Groups over which a gradient is divided; None is the world."""
 _WHERE = "gradients of a wrapped model"
 _INSTEAD = ("wrap(clip=…), model.clip_grad_norm_(…), or operations on each element with a number, such as "
-            "parameter.grad.mul_(0.5)")
+            "parameter.grad.mul_(0.5); or ddp in fp32, which has whole gradients")
 
 
 class GradientHandle(Tensor):
@@ -64,11 +64,11 @@ class GradientHandle(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Raise a UserError: the elements are on several ranks."""
-        raise _unsupported(self, "numpy")
+        raise _unsupported(self, "numpy of")
 
     def tolist(self) -> Any:
         """Raise a UserError: the elements are on several ranks."""
-        raise _unsupported(self, "tolist")
+        raise _unsupported(self, "tolist of")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (),
@@ -86,28 +86,29 @@ class GradientHandle(Tensor):
             return _reduce(first, name)
         if torch.Tag.pointwise in func.tags or name in _ALSO_ELEMENTWISE:
             return _elementwise(func, name, first, args, kwargs)
-        raise _unsupported(first, name)
+        raise _unsupported(first, f"{name} of")
 
 
-def _unsupported(handle: GradientHandle, name: str) -> UserError:
-    return UserError(f"{name} of the gradient of {handle.parameter_name}, which is divided over ranks or not in "
-                     "the parameter's dtype", where=_WHERE, instead=_INSTEAD)
+def _unsupported(handle: GradientHandle, operation: str) -> UserError:
+    instead = "no GradScaler, which fp32 and bf16 do not need" if operation.startswith("_amp") else _INSTEAD
+    return UserError(f"{operation} the gradient of {handle.parameter_name}, which is divided over ranks or not in "
+                     "the parameter's dtype", where=_WHERE, instead=instead)
 
 
 def _elementwise(func: Any, name: str, first: GradientHandle, args: Any, kwargs: Any) -> Any:
     """Apply an operation to this rank's elements."""
     if func._schema.is_mutable and not isinstance(args[0], GradientHandle):
-        raise _unsupported(first, f"{name} of a tensor with the gradient")  # it would change a copy of the tensor
+        raise _unsupported(first, f"{name} of a tensor with")  # it would change a copy of the tensor
 
     def to_elements(value: Any) -> Any:
         """Replace a handle of the same gradient by its elements."""
         if isinstance(value, GradientHandle):
             if value.parameter_name != first.parameter_name:
-                raise _unsupported(first, f"{name} with another gradient")
+                raise _unsupported(first, f"{name} of another gradient with")
             return value.elements
         if isinstance(value, Tensor) and value.dim():
             if first.groups or value.shape != first.shape:
-                raise _unsupported(first, f"{name} with a tensor")
+                raise _unsupported(first, f"{name} of a tensor and")
             return value.to(first.elements.dtype).view_as(first.elements)
         return value
 
@@ -122,7 +123,7 @@ def _foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     single = getattr(torch.ops.aten, {"_foreach_norm": "linalg_vector_norm"}.get(
         name, name.removeprefix("_foreach_")), None)
     if single is None:
-        raise _unsupported(args[0][0], name)
+        raise _unsupported(args[0][0], f"{name} of")
     results = []
     for number, handle in enumerate(args[0]):
         others = [other[number] if isinstance(other, list | tuple) else other for other in args[1:]]
@@ -134,8 +135,12 @@ def _norm(handle: GradientHandle, order: Any = 2, dim: Any = None, keepdim: bool
     """Return the norm of the whole gradient. Collective over the groups."""
     order = 2 if order is None else order
     if dim not in (None, []) or keepdim:
-        raise _unsupported(handle, "a norm along a dimension")
-    norm = torch.linalg.vector_norm(handle.elements.float(), order)
+        raise _unsupported(handle, "a norm along a dimension of")
+    elements = handle.elements.float()
+    if math.isinf(order):
+        # This rank may have no elements.
+        elements = torch.cat([elements.flatten(), elements.new_tensor([0.0 if order > 0 else math.inf])])
+    norm = torch.linalg.vector_norm(elements, order)
     if math.isinf(order):
         return _all_reduced(norm, handle.groups, torch_dist.ReduceOp.MAX if order > 0 else torch_dist.ReduceOp.MIN)
     if not handle.groups:

@@ -20,24 +20,33 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UserError: the parameters differ, a group has only frozen parameters, or the optimizer has state.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise UserError(f"{type(optimizer).__name__} is not an initialized torch.optim.Optimizer", where=_WHERE,
+                        instead="a class that calls torch.optim.Optimizer.__init__ with its groups")
+    if inner := [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
+        name = type(optimizer).__name__
+        raise UserError(f"{name}.{inner[0]} is another optimizer, whose state checkpoints would not have",
+                        where=_WHERE, instead=f"wrap with that optimizer, and what {name} adds in model.gathered() "
+                                              "after model.step()")
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in optimized:
             raise UserError(f"the optimizer does not have the parameter {name}, which would never change",
-                            where=_WHERE, instead="an optimizer of model.parameters()")
+                            where=_WHERE, instead="one optimizer of model.parameters(), with a group for each kind")
     if optimized - set(model.parameters()):
         raise UserError("the optimizer has parameters that do not belong to the model", where=_WHERE,
-                        instead="a model and an optimizer for each call of wrap")
+                        instead="a model and an optimizer for each call of wrap, with parameters of lists in "
+                                "nn.ParameterList")
     for number, group in enumerate(optimizer.param_groups):
         if not any(parameter.requires_grad for parameter in group["params"]):
             raise UserError(f"all parameters of the optimizer's group {number} are frozen", where=_WHERE,
-                            instead="an optimizer without this group")
+                            instead="an optimizer without this group; no wrap of a model that is not trained")
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's is 0 before the first step
         raise UserError("the optimizer has already taken a step", where=_WHERE,
                         instead="call wrap before the first step, and load_checkpoint to restore state")
 
 
-def check_parameters(model: nn.Module, layout: Layout) -> None:
+def check_parameters(model: nn.Module, layout: Layout, ranks: int) -> None:
     """Check that the layout supports each parameter and its gradient.
 
     Raises:
@@ -47,6 +56,11 @@ def check_parameters(model: nn.Module, layout: Layout) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UserError(f"{name or 'the model'} has sparse gradients, which layouts do not support",
                             where=_WHERE, instead="sparse=False")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and (
+                layout.shard_stage() == 3 or ranks > 1):
+            raise UserError(f"{name or 'the model'} limits its norms in each forward pass, to other values on each "
+                            "rank", where=_WHERE,
+                            instead="max_norm=None, and a limit in model.gathered() after model.step()")
     for name, parameter in model.named_parameters():
         if "_orig_mod" in name.split("."):
             raise UserError(f"torch.compile(module) has renamed the parameter {name.replace('_orig_mod.', '')}, "

@@ -15,7 +15,7 @@ from ezpz_llm.base import UserError
 
 
 class WholeState:
-    """Whether the parameters of a model are whole, in `Wrapped.gathered`.
+    """Record of the contexts in which the parameters of a model are whole.
 
     Attributes:
         part: the module whose parameters are whole; None for all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ezpz_llm.base import UserError
+from ezpz_llm.dist.private_names import step_hooks
 
 _PART = "ezpz_part"
 """Key in an optimizer's state dict: the part of the state that it has."""
@@ -29,6 +31,8 @@ class OptimizerGroups:
         self._optimizer = optimizer
         self._is_stepping = False
         self._shown = [list(group["params"]) for group in optimizer.param_groups]
+        self._own_hooks: set[int] = set()
+        self._script_hooks = _ids_of_hooks(optimizer)
         optimizer.register_step_pre_hook(self._check_step)
 
     def _check_step(self, *_: Any) -> None:
@@ -42,6 +46,7 @@ class OptimizerGroups:
         Args:
             part: what distinguishes this rank's part of the optimizer's state, such as the rank.
         """
+        self._own_hooks = _ids_of_hooks(self._optimizer) - self._script_hooks
         self._shown = groups
         stepped = [list(group["params"]) for group in self._optimizer.param_groups]
         if _ids(stepped) == _ids(groups):
@@ -49,6 +54,7 @@ class OptimizerGroups:
         self._optimizer.ezpz_stepped = stepped
         self._set(groups)
         self._keep_parts(part)
+        self._optimizer.state = _State(dict, self._optimizer.state)
 
     def _set(self, groups: list[list[Any]]) -> None:
         for group, tensors in zip(self._optimizer.param_groups, groups, strict=True):
@@ -57,12 +63,22 @@ class OptimizerGroups:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Allow a step in this context, of the layout's tensors."""
+        before, after = (self._taken(hooks) for hooks in step_hooks(self._optimizer))
         self._is_stepping = True
         try:
+            # Hooks of the script use the model's parameters, and may write to them.
+            _call(before, self._optimizer)
             with self._with_stepped():
                 yield
+            _call(after, self._optimizer)
         finally:
             self._is_stepping = False
+            for hooks, taken in zip(step_hooks(self._optimizer), (before, after), strict=True):
+                hooks.update(taken)
+
+    def _taken(self, hooks: dict[int, Any]) -> dict[int, Any]:
+        """Remove the hooks of the script from the hooks of the optimizer, and return them."""
+        return {key: hooks.pop(key) for key in list(hooks) if key not in self._own_hooks}
 
     @contextmanager
     def _with_stepped(self) -> Iterator[None]:
@@ -94,20 +110,46 @@ class OptimizerGroups:
 
         @wraps(save)
         def state_dict() -> dict[str, Any]:
+            """Return the state of this rank's part, with what distinguishes it."""
             with self._with_stepped():
                 return {**save(), _PART: part}
 
         @wraps(load)
         def load_state_dict(state_dict: dict[str, Any]) -> None:
+            """Load the state of this rank's part.
+
+            Raises:
+                UserError: it is of another part.
+            """
             if state_dict.get(_PART) != part:
                 raise UserError("the state dict of an optimizer of another layout or rank",
                                 where="optimizer.load_state_dict",
                                 instead="ezpz_llm.save_checkpoint(model, step) and ezpz_llm.load_checkpoint(model)")
             with self._with_stepped():
                 load({key: value for key, value in state_dict.items() if key != _PART})
+            optimizer.state = _State(dict, optimizer.state)
 
         _set_method(optimizer, state_dict)
         _set_method(optimizer, load_state_dict)
+
+
+class _State(defaultdict[Any, Any]):
+    """State of an optimizer by the tensor that it steps, which is not the model's parameter."""
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, nn.Parameter):
+            raise UserError("optimizer.state of a parameter, whose state the layout has by other tensors",
+                            where="a wrapped model", instead="optimizer.state.values()")
+        return super().__missing__(key)
+
+
+def _ids_of_hooks(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {key for hooks in step_hooks(optimizer) for key in hooks}
+
+
+def _call(hooks: dict[int, Any], optimizer: torch.optim.Optimizer) -> None:
+    for hook in hooks.values():
+        hook(optimizer, (), {})
 
 
 def _ids(groups: list[list[Any]]) -> list[list[int]]:

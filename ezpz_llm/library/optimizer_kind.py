@@ -153,7 +153,10 @@ def _copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a copy without parameters and state."""
     stripped = {id(parameter): None for group in optimizer.param_groups for parameter in group["params"]}
     try:
-        trial = copy.deepcopy(optimizer, {**stripped, id(optimizer.state): type(optimizer.state)(dict)})
+        copies = {**stripped, id(optimizer.state): type(optimizer.state)(dict)}
+        trial = copy.deepcopy(optimizer, copies)
+        for name in vars(optimizer).keys() - vars(trial).keys():  # which the state of torch's class omits
+            setattr(trial, name, copy.deepcopy(vars(optimizer)[name], copies))
     except Exception as error:
         raise UserError(f"{type(optimizer).__name__} cannot be copied for a trial step: {error}", where=_WHERE,
                         instead="an optimizer that copy.deepcopy can copy") from error

@@ -31,23 +31,19 @@ class ParameterUse:
         self._is_open = False
         self._pending: tuple[torch_dist.Work, Tensor] | None = None
         for parameter in self._names if has_hooks else ():
+            hook = partial(_record, weakref.ref(self), weakref.ref(parameter))
             if mesh.size("dp", "sp") == 1:
-                parameter.register_post_accumulate_grad_hook(self._record)
+                parameter.register_post_accumulate_grad_hook(hook)
             else:  # also torch.autograd.grad, which returns the gradient of this rank
-                parameter.register_hook(partial(self._record_gradient, weakref.ref(parameter)))
+                parameter.register_hook(hook)
 
-    def _record(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
+    def _record(self, parameter: nn.Parameter) -> None:
         if not self._is_open:
             raise UserError(f"the gradient of {self._names[parameter]} was computed outside of its model's "
                             "backward", where="Wrapped",
                             instead="model.backward(loss) instead of loss.backward() and torch.autograd.grad; for "
                                     "another model's loss, requires_grad_(False) before the forward pass")
         self._used.add(parameter)
-
-    def _record_gradient(self, parameter: weakref.ref[nn.Parameter], gradient: Tensor) -> None:
-        if (found := parameter()) is not None:
-            self._record(found)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record uses of parameters, without hooks."""
@@ -121,3 +117,9 @@ class ParameterUse:
                             where="Wrapped.backward",
                             instead="ddp, or 0 * output.sum() of unused modules in the loss")
         return never
+
+
+def _record(owner: weakref.ref[ParameterUse], parameter: weakref.ref[nn.Parameter], _: Tensor) -> None:
+    """Record a use. A hook with a strong reference would make a cycle through torch that is never freed."""
+    if (use := owner()) is not None and (found := parameter()) is not None:
+        use._record(found)

@@ -6,8 +6,7 @@ what a script writes to it.
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+import inspect
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ _WITHOUT_VALUES = {
     "__repr__", "__hash__", "__format__", "is_contiguous", "_base", "output_nr", "name", "names", "get_device",
     "is_cpu", "is_nested", "is_quantized", "_is_view"}
 """Attributes and methods that do not read or write values."""
-_OF_LAYOUTS = ("ezpz_llm.", "deepspeed.", "torch.distributed.")
+_OF_LAYOUTS = ("ezpz_llm.", "deepspeed.", "torch.distributed.fsdp.", "torch.distributed.tensor.",
+               "torch.distributed._composable.")
 """Packages that may use shards."""
 
 
@@ -88,12 +88,13 @@ def _name_of(function: Any) -> str:
     if function.__name__ in ("__get__", "__set__", "__delete__"):
         attribute = function.__self__
         return str(getattr(attribute, "fget", attribute).__name__)
-    return str(function.__name__)
+    return "torch.autograd.grad" if function is torch.autograd.grad else str(function.__name__)
 
 
 def _is_called_by_script() -> bool:
     """Return True if the first caller outside of torch is not the layout's code."""
-    frame: FrameType | None = sys._getframe(2)
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
     while frame is not None:
         module = f"{frame.f_globals.get('__name__')}."
         if module.startswith(_OF_LAYOUTS):

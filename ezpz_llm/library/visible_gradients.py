@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -65,6 +67,21 @@ class VisibleGradients:
 
     def _find(self, parameter: nn.Parameter) -> Tensor | None:
         return None if self._local is None else self._local[parameter]
+
+    @contextmanager
+    def lent(self, whole: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Set the gradients of whole parameters, by name, in this context; what the script removes is removed."""
+        lent: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for parameter, (name, groups) in self._trained.items():
+            if name in whole and parameter.grad is not None:
+                gradient, shown = parameter.grad, whole[name]
+                shown.grad = GradientHandle(shown.detach(), name, partial(self._find, parameter), groups) if (
+                    isinstance(gradient, GradientHandle)) else gradient
+                lent.append((parameter, shown))
+        yield
+        for parameter, shown in lent:
+            if shown.grad is None:
+                parameter.grad = None
 
     def hide(self) -> list[nn.Parameter]:
         """Remove the handles, and return the parameters whose gradient the script has removed.

@@ -15,10 +15,10 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.private_names import default_store
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.optimizer_state import EngineState
+from ezpz_llm.library.replicas import fingerprint
 
 _PATIENCE_S = 300.0
 """Seconds to wait for the other ranks before a call that every rank must make."""
-_CHUNK = 2 ** 20
 _calls: dict[str, int] = {}
 
 
@@ -45,19 +45,22 @@ def require_all_ranks(dist: Dist, call: str) -> None:
 
 
 @contextmanager
-def whole_parameters(engine: MicroStepEngine, dist: Dist, part: nn.Module) -> Iterator[None]:
+def whole_parameters(engine: MicroStepEngine, dist: Dist, part: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """Replace parameters by whole fp32 parameters, and keep what is written to them. Collective.
 
     The values of rank 0 are kept.
 
     Args:
         part: the model, or a module of it, whose parameters are gathered.
+
+    Yields:
+        The whole parameters by name.
     """
     state = engine.training_state()
     state.adopt_parameters()
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     whole = _gather(state, dist, {names[parameter] for parameter in part.parameters()})
-    fingerprints = {name: _fingerprint(tensor) for name, tensor in whole.items()}
+    fingerprints = {name: int(fingerprint(tensor)) for name, tensor in whole.items()}
     shown = {name: nn.Parameter(tensor) for name, tensor in whole.items()}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in engine.module.modules():
@@ -66,11 +69,11 @@ def whole_parameters(engine: MicroStepEngine, dist: Dist, part: nn.Module) -> It
                 replaced.append((module, leaf, parameter))
                 setattr(module, leaf, shown[name].requires_grad_(parameter.requires_grad))
     try:
-        yield
+        yield shown
     finally:
         for module, leaf, parameter in replaced:
             setattr(module, leaf, parameter)
-    changed = torch.tensor([_fingerprint(parameter.detach()) != fingerprints[name]
+    changed = torch.tensor([int(fingerprint(parameter)) != fingerprints[name]
                             for name, parameter in shown.items()], dtype=torch.uint8, device=dist.device)
     if dist.world_size > 1:
         torch_dist.all_reduce(changed, torch_dist.ReduceOp.MAX)
@@ -109,12 +112,3 @@ def _write_back(state: EngineState, dist: Dist, written: dict[str, Tensor]) -> N
             box = written[piece.name][tuple(slice(*side) for side in piece.box)]
             piece.tensors["weight"].copy_(box.reshape(-1)[piece.start:piece.stop])
     state.refresh()
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    """Return a number that changes if a bit of an fp32 tensor changes, with near certainty."""
-    total = 0
-    for number, chunk in enumerate(tensor.reshape(-1).view(torch.int32).split(_CHUNK)):
-        weights = torch.arange(1, 2 * len(chunk), 2, device=chunk.device)
-        total += (2 * number + 1) * int((chunk * weights).sum())
-    return total

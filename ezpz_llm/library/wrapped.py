@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from ezpz_llm.base import UserError
 from ezpz_llm.engine import running_statistics
 from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.library.input_dtype import cast_inputs
+from ezpz_llm.library.call_order import CallOrder
+from ezpz_llm.library.forward_writes import ForwardWrites
+from ezpz_llm.library.input_dtype import cast_inputs, explained_dtypes
 from ezpz_llm.library.loss_graph import kept_gradients, leaves, restricted
 from ezpz_llm.library.module_methods import WholeState, guard_methods
+from ezpz_llm.library.new_parameters import KnownParameters
 from ezpz_llm.library.optimizer_groups import OptimizerGroups
 from ezpz_llm.library.parameter_hooks import ParameterHooks
 from ezpz_llm.library.parameter_use import ParameterUse
-from ezpz_llm.library.replicas import check_replicas
+from ezpz_llm.library.replicas import check_data_parallel, check_tensor_parallel, is_compared
 from ezpz_llm.library.run import Run
 from ezpz_llm.library.visible_gradients import VisibleGradients, zero_in_place
 from ezpz_llm.library.whole_parameters import require_all_ranks, whole_parameters
@@ -51,7 +54,7 @@ class Wrapped:
         self.module, self.optimizer = engine.module, optimizer
         self.grad_norm: Tensor | None = None
         self.accumulation = engine.batch.accumulation
-        self._run, self._engine, self._groups = run, engine, groups
+        self._run, self._engine, self._groups, self._dtype = run, engine, groups, dtype
         self._trained = {name: parameter for name, parameter in engine.module.named_parameters()
                          if parameter.requires_grad}
         self._frozen = {name: parameter for name, parameter in engine.module.named_parameters()
@@ -64,15 +67,20 @@ class Wrapped:
         self._use = ParameterUse(engine.module, run.mesh, has_hooks=self._has_hooks)
         self._hooks = ParameterHooks(engine, self._ranks)
         self._gradients = VisibleGradients(engine, run.mesh)
-        self._micro_steps = self._steps_called = 0
+        gathers = engine.layout.shard_stage() == 3
+        self._order = CallOrder(engine.module, run.mesh, gathers, reduces=bool(engine.gradient_groups))
+        self._forward_writes = ForwardWrites(engine.module) if gathers else None
+        self._steps = self._micro_steps = self._steps_called = 0
+        self._keeps_zeros = False
         self._is_first_step = True
         self._is_cleared = False
         self._has_other_leaves = False
         self._whole = WholeState()
+        self._known = KnownParameters(self.module)
         cast_inputs(self.module, dtype)
-        is_sharded = engine.layout.shard_stage() == 3 or run.mesh.tp_size > 1
-        guard_methods(self, engine.layout.name, self._whole, is_sharded)
+        guard_methods(self, engine.layout.name, self._whole, is_sharded=gathers or run.mesh.tp_size > 1)
         _LIVE.add(self)
+        weakref.finalize(self, engine.release).atexit = False
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective.
@@ -83,12 +91,13 @@ class Wrapped:
         if self._whole.is_open:
             raise UserError("a call of the model inside of model.gathered()", where="Wrapped",
                             instead="the call after the with block")
-        if not torch.is_grad_enabled():
+        with explained_dtypes(self._dtype):
+            if torch.is_grad_enabled():
+                with self._run.span("forward"):
+                    return self.module(*inputs, **keywords)
             outputs = self.module(*inputs, **keywords)
             self._run.leave_out("evaluation")
             return outputs
-        with self._run.span("forward"):
-            return self.module(*inputs, **keywords)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "module":  # while the object is created or copied
@@ -111,19 +120,26 @@ class Wrapped:
                                 where="Wrapped", instead="unfreeze it before wrap, in a group of the optimizer "
                                                          "whose lr is 0 until it is trained")
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Accumulate the gradient of a micro-batch's loss (0-d), divided by the number of micro-batches per step.
 
         Gradients of other wrapped models, which the loss may depend on, are not computed.
 
         Args:
             retain_graph: keep the graph, for another backward pass through it.
+            create_graph: not supported; an argument because scripts pass it to torch's `backward`.
 
         Raises:
             UserError: the step already has all its micro-batches, and `step` was not called; or the loss is not a
                 single number that depends on the parameters of wrapped models.
         """
+        if create_graph:
+            raise UserError("create_graph=True", where="Wrapped.backward",
+                            instead="torch.autograd.grad of the model's inputs, and its result in the loss")
         self._check_before_backward(loss)
+        self._order.add_backward([group["lr"] for group in self.optimizer.param_groups])
+        if self._forward_writes is not None:
+            self._forward_writes.check()
         is_last = self._micro_steps == self.accumulation - 1
         self._gradients.clear(checks=True)
         with ExitStack() as stack:
@@ -134,6 +150,12 @@ class Wrapped:
             except IndexError:  # of ZeRO, if there is no gradient to reduce
                 self._use.check_pass()
                 raise
+            except AssertionError as error:
+                if "active_backward_submodules" not in str(error):
+                    raise
+                raise UserError("a module returns an object in which ZeRO-3 finds no tensor, such as a dataclass",
+                                where=f"layout {self._engine.layout.name}",
+                                instead="a tensor, tuple, list or dict as its result, or fsdp2") from error
             except RuntimeError as error:
                 if not any(text in str(error) for text in _OF_FREED_VALUES):
                     raise
@@ -177,7 +199,11 @@ class Wrapped:
             self._use.check_pass()
         if self._engine.layout.zero.offload_optimizer is not None:
             self._use.check_last_pass()
-        self._engine.forget(self._use.unused(needs_all_ranks=bool(self._engine.gradient_groups)))
+        unused = self._use.unused(needs_all_ranks=bool(self._engine.gradient_groups))
+        if self._keeps_zeros and self._steps and unused:
+            raise UserError("zero_grad(set_to_none=False), after which torch would step parameters that the loss "
+                            "does not depend on", where="Wrapped.backward", instead="zero_grad()")
+        self._engine.forget(unused)
 
     def _isolated(self, loss: Tensor, stack: ExitStack) -> Tensor:
         """Return the loss for a backward pass that does not compute gradients of other wrapped models.
@@ -215,6 +241,7 @@ class Wrapped:
         self._micro_steps, self._steps_called, self._is_cleared = 0, 0, False
 
     def _clear_gradients(self, set_to_none: bool = True) -> None:
+        self._keeps_zeros = not set_to_none
         if not self._micro_steps:
             return
         is_complete = self._micro_steps == self.accumulation
@@ -234,11 +261,14 @@ class Wrapped:
         """
         return nn.utils.clip_grad_norm_(self._gradients.parameters(), limit)
 
-    def step(self) -> Tensor | None:
+    def step(self, closure: Any = None) -> Tensor | None:
         """After the last micro-batch, clip gradients, update parameters and zero gradients; otherwise do nothing.
 
         A step with a non-finite gradient norm is skipped. A parameter that the losses of all ranks did not depend
         on is not changed.
+
+        Args:
+            closure: not supported; an argument because scripts pass it to the `step` of optimizers.
 
         Returns:
             The global gradient norm before clipping, 0-d; None if more micro-batches follow in the step.
@@ -247,10 +277,13 @@ class Wrapped:
             UserError: there was no `backward` since the last step, or the script has changed the optimizer's
                 parameters or the dtype of the model.
         """
+        if closure is not None:
+            raise UserError("a closure", where="Wrapped.step", instead="model.backward(loss) before model.step()")
         if self._micro_steps < self.accumulation:
             if not self._micro_steps:
                 raise UserError("step without a backward pass since the last step", where="Wrapped.step",
-                                instead="model.backward(loss) instead of loss.backward()")
+                                instead="model.backward(loss) instead of loss.backward(); write other gradients "
+                                        "between model.backward(loss) and model.step()")
             self._steps_called += 1
             if self._steps_called != self._micro_steps:
                 raise UserError(f"step after {self._micro_steps} of {self.accumulation} micro-batches",
@@ -259,6 +292,9 @@ class Wrapped:
             return None
         self._groups.check()
         self._check_dtypes()
+        self._steps += 1
+        if is_compared(self._steps):
+            self.check_ranks()
         self._engine.forget(self._gradients.hide())
         self._micro_steps = self._steps_called = 0
         if self._is_cleared:
@@ -270,8 +306,17 @@ class Wrapped:
             running_statistics.average(self.module, self._run.mesh)
         if self._is_first_step:
             self._is_first_step = False
-            check_replicas(self.module, self._run.mesh)
+            check_tensor_parallel(self.module, self._run.mesh)
         return self.grad_norm
+
+    def check_ranks(self) -> None:
+        """Compare learning rates and copies of parameters over ranks. Collective. Not part of the public API.
+
+        Raises:
+            UserError: ranks have different values.
+        """
+        check_data_parallel(self.module, [group["lr"] for group in self.optimizer.param_groups], self._run.mesh,
+                            has_copies=self._engine.layout.shard_stage() < 3)
 
     def _check_dtypes(self) -> None:
         for name, parameter in self._trained.items():
@@ -294,15 +339,22 @@ class Wrapped:
         Raises:
             UserError: another rank does not enter the block, or it is inside of `gathered(part)`.
         """
+        with self._all_whole(part, "gathered()"):
+            yield
+
+    @contextmanager
+    def _all_whole(self, part: nn.Module | None, call: str) -> Iterator[None]:
+        """Make parameters whole, as `gathered` does, for a call of the script."""
         if self._whole.is_open:
             if self._whole.part is not None:
-                raise UserError("model.gathered() inside of model.gathered(part)", where="Wrapped",
+                raise UserError(f"model.{call} inside of model.gathered(part)", where="Wrapped",
                                 instead="a single with block")
             yield
             return
-        require_all_ranks(self._run.dist, "gathered()")
-        with (whole_parameters(self._engine, self._run.dist, self.module if part is None else part),
-              self._whole.open(part)):
+        require_all_ranks(self._run.dist, call)
+        with (self._known.open(),
+              whole_parameters(self._engine, self._run.dist, self.module if part is None else part) as shown,
+              self._whole.open(part), self._gradients.lent(shown)):
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -311,7 +363,7 @@ class Wrapped:
         Raises:
             UserError: another rank does not call it.
         """
-        with self.gathered():
+        with self._all_whole(None, "state_dict()"):
             return {name: value.detach().cpu().clone() if isinstance(value, Tensor) else value
                     for name, value in self.module.state_dict().items()}
 
@@ -324,7 +376,7 @@ class Wrapped:
         Raises:
             UserError: another rank does not call it, or a name or a shape differs.
         """
-        with self.gathered(), torch.no_grad():
+        with self._all_whole(None, "load_state_dict()"), torch.no_grad():
             own = self.module.state_dict()
             if differing := sorted(own.keys() ^ state.keys()) if strict else []:
                 verb = "has no" if differing[0] in own else "has"

@@ -82,7 +82,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     plan = tp_plan or getattr(model, "tp_plan", None) or {}
     _check_layout(resolved, run, plan)
     check_optimizer(model, optimizer)
-    check_parameters(model, resolved.layout)
+    check_parameters(model, resolved.layout, run.world_size)
     check_no_hooks(model)
     initial = _take_over(optimizer, model, resolved.layout, run)
     convert_parameters(model)

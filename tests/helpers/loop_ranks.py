@@ -50,6 +50,7 @@ def whole_weights(run: ezpz_llm.Run, model: Any) -> dict[str, Tensor]:
     if not isinstance(model, ezpz_llm.Wrapped):
         return {name: parameter.detach() for name, parameter in model.module.named_parameters()}
     state = model.engine.training_state()
+    state.adopt_parameters()  # as before a step, and before a checkpoint is saved
     pieces = [(piece.name, piece.box, piece.start, piece.tensors["weight"].tolist())
               for piece in state.raw_slices() if piece.primary]
     whole = {name: torch.full(shape, float("nan")) for name, shape in state.shapes.items()}

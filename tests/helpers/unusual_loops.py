@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
-from training_loops import LOOPS, Net, Session, adamw, loop, made, sgd, train
+from training_loops import LOOPS, Branches, Net, PlainModel, Session, adamw, loop, made, sgd, train
 
 
 class Experts(nn.Module):
@@ -139,7 +139,168 @@ def largest_gradient(session: Session) -> Any:
     return model
 
 
+@loop(right=False)
+def sharpness_aware_minimization(session: Session) -> Any:
+    """Two backward passes per step, the second one at weights moved along the gradient of the first."""
+    net = made()
+    model = session.wrap(net, sgd(net))
+    for number in range(3):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model(x), y))
+        moves = {}
+        with torch.no_grad():
+            for parameter in model.module.parameters():
+                moves[parameter] = 0.05 * parameter.grad / (parameter.grad.norm() + 1e-12)
+                parameter.add_(moves[parameter])
+        model.zero_grad()
+        model.backward(mse_loss(model(x), y))
+        with torch.no_grad():
+            for parameter, move in moves.items():
+                parameter.sub_(move)
+        model.step()
+    return model
+
+
+@loop(right=False)
+def gradients_read_in_gathered(session: Session) -> Any:
+    net = made()
+    model = session.wrap(net, sgd(net))
+    for number in range(3):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model(x), y))
+        with torch.no_grad(), session.gathered(model):
+            for parameter in model.module.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.1 * parameter.grad)
+        model.step()
+    return model
+
+
+@loop(right=False)
+def embedding_with_max_norm(session: Session) -> Any:
+    """An embedding whose forward pass limits the norm of the rows that it reads, on each rank other rows."""
+    net = made(lambda: nn.Sequential(nn.Embedding(16, 6, max_norm=0.5), Net()))
+    model = session.wrap(net, sgd(net))
+    for number in range(4):
+        x, y = session.batch(number)
+        model.backward(mse_loss(model((x[:, 0] * 100).long() % 16), y))
+        model.step()
+    return model
+
+
+@loop(right=False)
+def head_replaced(session: Session) -> Any:
+    net = made()
+    model = session.wrap(net, sgd(net))
+    train(session, model, range(2))
+    torch.manual_seed(4)
+    model.module.head = nn.Linear(6, 5).requires_grad_(False)
+    train(session, model, range(2, 4))
+    return model
+
+
+# Modules
+
+class Scaled(nn.Module):
+    """Net whose forward pass limits a parameter, and computes an embedding in fp32."""
+
+    def __init__(self, *, limits: bool) -> None:
+        super().__init__()
+        self.net, self.scale, self.time = Net(), nn.Parameter(torch.ones(6)), nn.Linear(2, 6)
+        self._limits = limits
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._limits:
+            with torch.no_grad():
+                self.scale.clamp_(0.5, 0.99)
+        angles = torch.arange(len(x), device=x.device)[:, None] * torch.tensor([0.1, 0.2])
+        return self.net(x * self.scale + self.time(torch.sin(angles * 0)))
+
+
+@loop(right=False)
+def weights_limited_in_forward(session: Session) -> Any:
+    net = made(lambda: Scaled(limits=True))
+    model = session.wrap(net, sgd(net))
+    train(session, model, range(4))
+    return model
+
+
+@loop(right=True)
+def embedding_in_fp32(session: Session) -> Any:
+    net = made(lambda: Scaled(limits=False))
+    model = session.wrap(net, sgd(net))
+    train(session, model, range(4))
+    return model
+
+
+@loop(right=True)
+def layers_called_before_the_model(session: Session) -> Any:
+    net = made()
+    model = session.wrap(net, sgd(net))
+    x = session.batch(0)[0]
+    model.backward(model.module.blocks[0](x).float().square().mean())
+    model.step()
+    train(session, model, range(1, 4))
+    return model
+
+
+@loop(right=False)
+def low_rank_adapters(session: Session) -> Any:
+    """Adapters beside frozen layers, added before wrap."""
+    net = made()
+    net.requires_grad_(False)
+    net.blocks[0].up = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 14, bias=False))
+    model = session.wrap(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1))
+    train(session, model, range(4))
+    return model
+
+
 # The optimizer
+
+@loop(right=True)
+def weights_limited_in_a_step_hook(session: Session) -> Any:
+    net = made()
+    model = session.wrap(net, sgd(net))
+
+    def limit(*_: Any) -> None:
+        with torch.no_grad(), session.gathered(model):
+            for parameter in model.module.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    model.optimizer.register_step_post_hook(limit)
+    train(session, model, range(4))
+    return model
+
+
+@loop(right=False)
+def learning_rate_of_each_rank(session: Session) -> Any:
+    """A learning rate from the loss of a rank, as by ReduceLROnPlateau without an average over ranks."""
+    net = made()
+    model = session.wrap(net, sgd(net))
+    for number in range(4):
+        x, y = session.batch(number)
+        loss = mse_loss(model(x), y)
+        model.optimizer.param_groups[0]["lr"] = 0.1 * float(loss)
+        model.backward(loss)
+        model.step()
+    return model
+
+
+@loop(right=False)
+def gradients_of_zero_instead_of_none(session: Session) -> Any:
+    """Gradients cleared to zero, so that the momentum of unused parameters moves them."""
+    net = made(Branches)
+    model = session.wrap(net, sgd(net))
+    for number in range(4):
+        x, y = session.batch(number)
+        model.optimizer.zero_grad(set_to_none=False)
+        model.backward(mse_loss(model(x, "right" if number else "left"), y))
+        if isinstance(model, PlainModel):
+            model.optimizer.step()
+        else:
+            model.step()
+    return model
+
 
 @loop(right=False)
 def weight_decay_by_parameter_groups(session: Session) -> Any:
@@ -233,7 +394,7 @@ def plain_second_model(session: Session) -> Any:
     model = session.wrap(net, sgd(net))
     for number in range(3):
         x, y = session.batch(number)
-        model.backward(mse_loss(head(model(x)), y))
+        model.backward(mse_loss(head(model(x).float()), y))
         model.step()
         optimizer.step()
         optimizer.zero_grad()

@@ -31,7 +31,11 @@ MUST_BE_RIGHT = [name for name, loop in LOOPS.items() if loop.must_be_right]
 ALWAYS_RIGHT_IN = ("ddp", "zero1", "zero2", "fsdp2")
 DEFAULT = ("accumulation", "two_forwards_then_two_backwards", "loss_backward_of_torch", "optimizer_step_of_torch",
            "forward_without_gradients_before_step", "gan", "ema", "weight_clipping", "clipping_by_torch",
-           "frozen_after_wrap", "unused_in_one_micro_step", "resume_with_unused_parameters", "resume_of_two_models")
+           "frozen_after_wrap", "unused_in_one_micro_step", "resume_with_unused_parameters", "resume_of_two_models",
+           "other_parameters_on_each_rank", "gradient_hooks", "weight_norms_outside_of_gathered",
+           "weight_decay_by_parameter_groups", "optimizer_restored", "gradients_by_autograd",
+           "adversarial_inputs_with_two_models", "plain_second_model", "learning_rate_of_each_rank",
+           "weights_limited_in_forward")
 """Loops that the default tests run."""
 
 
