@@ -21,7 +21,7 @@ from ezpz_llm.dist import Mesh
 from ezpz_llm.dist.private_names import default_store
 
 _PATIENCE_S = 300.0
-"""Seconds to wait for the call of the other rank."""
+"""Seconds to wait for the call of the other rank, which may evaluate. Then the collective waits, as without this."""
 _COMPARED = 16
 """Number of backward passes from the first in which calls of single modules are compared, too."""
 _KEPT = 256
@@ -97,24 +97,22 @@ class CallOrder:
         if not compares:
             return
         other = 1 - self._rank
-        if (found := self._wait_for(f"{slot}{other}")) is None:
-            raise UserError(f"this rank {call}, but rank {other} did not make the next call for {_PATIENCE_S:g} s",
-                            where=f"a wrapped model on rank {self._rank}", exit_code=1, instead=_INSTEAD)
-        number, _, text = found.partition(" ")
-        if int(number) == self._calls and text != call:
+        number, text = self._wait_for(f"{slot}{other}")
+        if number == self._calls and text != call:
             raise UserError(f"this rank {call}, but rank {other} {text}",
                             where=f"a wrapped model on rank {self._rank}", instead=_INSTEAD)
 
-    def _wait_for(self, key: str) -> str | None:
-        """Return what the other rank has recorded for the current call or a later one, or None."""
-        store, end = default_store(), time.monotonic() + _PATIENCE_S
+    def _wait_for(self, key: str) -> tuple[int, str]:
+        """Return number and text of the other rank's current call or a later one; (0, "") if it makes none."""
+        store, end, pause = default_store(), time.monotonic() + _PATIENCE_S, 0.0005
         while time.monotonic() < end:
             if store.check([key]):
-                found = store.get(key).decode()
-                if int(found.partition(" ")[0]) >= self._calls:
-                    return str(found)
-            time.sleep(0.0005)
-        return None
+                number, _, text = store.get(key).decode().partition(" ")
+                if int(number) >= self._calls:
+                    return int(number), text
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return 0, ""
 
 
 _INSTEAD = ("the same calls and learning rates on every rank, also in an evaluation; ddp, or 0 * output.sum() of "
