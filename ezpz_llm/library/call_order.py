@@ -21,7 +21,7 @@ from ezpz_llm.dist import Mesh
 from ezpz_llm.dist.private_names import default_store
 
 _PATIENCE_S = 300.0
-"""Seconds to wait for the call of the other rank, which may evaluate. Then the collective waits as it would anyway."""
+"""Seconds to wait for the other rank, which may evaluate. Then the collective waits as it would anyway."""
 _COMPARED = 16
 """Number of backward passes from the first in which calls of single modules are compared, too."""
 _KEPT = 256
