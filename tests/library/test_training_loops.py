@@ -73,6 +73,7 @@ def test_at_least_28_of_40_loops_must_be_right():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(scaled(3600))
 def test_every_loop_in_every_cell(tmp_path: Path, recording: bool):
     cells = {}
     for layout, precision, ranks in CELLS:
