@@ -45,7 +45,8 @@ class CallOrder:
             reduces: True if backward passes reduce the gradients of used parameters only.
         """
         self._rank, ranks = mesh.place("dp", "sp")
-        self._key = f"ezpz_llm/calls/{next(_numbers)}"
+        # A model of one rank, such as a reference, is not counted, since other ranks may not have it.
+        self._key = f"ezpz_llm/calls/{next(_numbers) if ranks > 1 else None}"
         self._gathers = gathers
         self._reduces = reduces
         self._is_active = ranks > 1 and self._rank < 2 and mesh.tp_rank == 0
@@ -90,6 +91,8 @@ class CallOrder:
         self._previous, self._used = used, set()
 
     def _exchange(self, call: str, *, compares: bool) -> None:
+        if not self._is_active:
+            return
         self._calls += 1
         store = default_store()
         slot = f"{self._key}/{self._calls % _KEPT}/"
@@ -103,7 +106,10 @@ class CallOrder:
                             where=f"a wrapped model on rank {self._rank}", instead=_INSTEAD)
 
     def _wait_for(self, key: str) -> tuple[int, str]:
-        """Return number and text of the other rank's current call or a later one; (0, "") if it makes none."""
+        """Return number and text of the other rank's current call or a later one.
+
+        If it makes none, return (0, "") and stop comparing calls.
+        """
         store, end, pause = default_store(), time.monotonic() + _PATIENCE_S, 0.0005
         while time.monotonic() < end:
             if store.check([key]):
@@ -112,6 +118,7 @@ class CallOrder:
                     return int(number), text
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        self._is_active = False
         return 0, ""
 
 
