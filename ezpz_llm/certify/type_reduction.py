@@ -112,6 +112,7 @@ def _check_fsdp2(rank: Rank) -> None:
         parameter.grad = torch.zeros_like(parameter)
     program.where[:] = ["Fsdp2Engine._norm_and_clip"]
     with program.checked():  # the library takes the types of rows from the parameters' placements
+        engine._move_gradients()
         norm = engine._norm_and_clip(1.0)
     program.require("the gradient norm", norm)
 

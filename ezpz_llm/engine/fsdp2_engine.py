@@ -112,6 +112,10 @@ class Fsdp2Engine(TorchEngine):
         """Accumulate the micro-batch's gradients; reduce them in the last backward pass, or in each one."""
         self.module.set_requires_gradient_sync(is_last or self._reduces_each or self.may_have_unused)
         super().backward(loss, is_last, retain_graph)
+        self._move_gradients()
+
+    def _move_gradients(self) -> None:
+        """Add the reduced gradients of the sharded parameters to those of the rows."""
         for name, parameter in self._sharded.items():
             rows = self._rows[name]
             # None for a parameter that the loss does not depend on, which the check of a run's first step reports.
