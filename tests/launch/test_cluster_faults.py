@@ -243,7 +243,7 @@ def _under(launchers: tuple[str, ...], name: str, words: str, code: int, *says: 
 # Faults that wait for Slurm come first, since they take longest.
 FAULTS = [
     *_under(_MPI, "the time limit strikes", f"{FAIL} sleep", 143,
-            "launch: the time limit was reached: *** … DUE TO TIME LIMIT", act=end_the_time, where="batch"),
+            "launch: the time limit was reached: … DUE TO TIME LIMIT", act=end_the_time, where="batch"),
     *_under(("srun",), "a node is switched off", f"{FAIL} sleep", 143,
             "launch: LAST (ranks 2-3): a node failed: srun: error: Node failure on LAST", "leave LAST out",
             act=power_off),
