@@ -33,7 +33,8 @@ from ezpz_llm.base.untrusted_input import parse_toml
 
 RESULTS = ROOT / "benchmarks/results/planted_failures.md"
 BLIND = {"blind.toml": RESULTS.with_name("blind_failures.json"),
-         "blind_second.toml": RESULTS.with_name("blind_second_failures.json")}
+         "blind_second.toml": RESULTS.with_name("blind_second_failures.json"),
+         "blind_third.toml": RESULTS.with_name("blind_third_failures.json")}
 """Files of failures that were new to the classifier, and the records of their first runs."""
 _AT_ONCE = 4
 _LIMIT_S = 300
@@ -322,12 +323,13 @@ def _results(played: list[Plant]) -> str:
             ("First scorecard", [plant for plant in played if plant.scorecard]),
             ("More of our own", [plant for plant in played if not plant.scorecard and plant.file == "ours.toml"]),
             ("By another author", [plant for plant in played if plant.file != "ours.toml"]),
-            ("Blind", _BLIND_ONES["blind.toml"]), ("Blind, second set", _BLIND_ONES["blind_second.toml"])):
+            ("Blind", _BLIND_ONES["blind.toml"]), ("Blind, second set", _BLIND_ONES["blind_second.toml"]),
+            ("Blind, third set", _BLIND_ONES["blind_third.toml"])):
         lines.append(f"\n## {title}\n")
         if (first_run := BLIND.get(plants[0].file)) is not None:
             scores = json.loads(first_run.read_text())
             lines.append(_BLIND.format(first=_counted(scores["score"]), record=first_run.relative_to(ROOT),
-                                       seen=_counted(scores["after_they_were_seen"]["score"])))
+                                       seen=_counted(scores.get("after_they_were_seen", scores)["score"])))
         lines += ["| failure | headline | cause named | advice | source of the message |", "|---|---|---|---|---|"]
         lines += [_row(plant, _SEEN[plant.name]) for plant in plants]
     return "\n".join(lines) + "\n"
