@@ -36,7 +36,7 @@ class Pair:
     def verdict(self) -> str:
         """Verdict on the second study's speed at CONFIDENCE."""
         if self.speed_ratio.interval is None:
-            return "error unknown"
+            return "no difference shown" if self.speed_ratio.is_too_wide else "error unknown"
         low, high = self.speed_ratio.interval
         return "faster" if low > 1 else "slower" if high < 1 else "no difference shown"
 

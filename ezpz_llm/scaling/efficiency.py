@@ -34,6 +34,9 @@ to 97 % with 3 or 5 runs per point; 97 to 98 % with 2, where intervals are very 
 run, each correlated by 0.5 with the previous one (benchmarks/scaling_coverage.py).
 """
 
+MAX_INTERVAL_RATIO = 10.0
+"""Maximum ratio of an interval's ends. Wider intervals carry no information, and are neither drawn nor written."""
+
 Basis = Literal["runs", "steps", "none"]
 
 _BATCHES = 8
@@ -66,11 +69,18 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Confidence interval at CONFIDENCE; None if the error is unknown."""
+        """Confidence interval at CONFIDENCE; None if the error is unknown or the interval is too wide."""
         if not self.freedom:
             return None
         half = student_t_quantile(CONFIDENCE, self.freedom) * math.sqrt(self.variance)
+        if 2 * half > math.log(MAX_INTERVAL_RATIO):
+            return None
         return math.exp(self.log - half), math.exp(self.log + half)
+
+    @property
+    def is_too_wide(self) -> bool:
+        """True if the error is known, but so large that there is no interval."""
+        return self.freedom > 0 and self.interval is None
 
 
 def estimate(runs: Sequence[Sequence[float]]) -> Estimate:
@@ -135,6 +145,10 @@ class Measured:
     def first(self) -> Repeat:
         """Repeat that supplies the values that all repeats share; a good one if there is any."""
         return (self.good or self.repeats)[0]
+
+    def size(self, unit: Unit) -> int:
+        """Return the number of nodes or ranks."""
+        return self.nodes if unit == "nodes" else self.ranks
 
     @property
     def good(self) -> tuple[Repeat, ...]:
@@ -239,7 +253,7 @@ class Curve:
 
     def size(self, point: Measured) -> int:
         """Return the point's size in the curve's unit."""
-        return point.nodes if self.unit == "nodes" else point.ranks
+        return point.size(self.unit)
 
     def efficiency(self, point: Measured) -> Estimate:
         """Return tokens/s per device relative to the smallest point, whose efficiency is 1 by definition.
@@ -274,6 +288,11 @@ class Curve:
         notes += [f"{point.name}: {len(point.repeats) - len(point.good)} of {len(point.repeats)} runs failed"
                   for point in self.points if len(point.good) < len(point.repeats)]
         return tuple(notes)
+
+
+def shared_unit(curves: Iterable[Curve]) -> Unit:
+    """Return the unit for a table or figure of several curves: "nodes" if all of them have it."""
+    return "nodes" if all(curve.unit == "nodes" for curve in curves) else "ranks"
 
 
 def points_of(repeats: Iterable[Repeat]) -> list[Measured]:

@@ -11,7 +11,7 @@ from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.report.document import Part, page
 from ezpz_llm.report.figures import COLORS, MARKERS, Figure, Panel, bars_figure, name_text
 from ezpz_llm.rundir import redact_words
-from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
+from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured, Unit, shared_unit
 from ezpz_llm.scaling.findings import Findings
 from ezpz_llm.scaling.study import Provenance
 from ezpz_llm.scaling.tables import Section, sections, study_notes
@@ -40,25 +40,25 @@ def _section_figures(section: Section) -> list[Figure]:
 
 def scaling_figure(curves: Sequence[Curve]) -> Figure:
     """Return the figure of throughput and efficiency of the curves of one mode."""
-    mode, unit = curves[0].mode, curves[0].unit
+    mode, unit = curves[0].mode, shared_unit(curves)
 
     def draw_throughput(axes: Any) -> None:
         """Draw tokens/s, and ideal scaling from the smallest point."""
         for i, curve in enumerate(curves):
-            _draw_points(axes, curve, i, [_throughput(point) for point in curve.points])
-            axes.plot([curve.size(point) for point in curve.points],
+            _draw_points(axes, curve, i, unit, [_throughput(point) for point in curve.points])
+            axes.plot([point.size(unit) for point in curve.points],
                       [curve.base.tokens_per_second_per_device * point.ranks for point in curve.points], **_IDEAL)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
-        _set_size_axis(axes, curves)
+        _set_size_axis(axes, curves, unit)
 
     def draw_efficiency(axes: Any) -> None:
         """Draw efficiencies relative to the smallest point."""
         for i, curve in enumerate(curves):
-            _draw_points(axes, curve, i, [_efficiency(curve, point) for point in curve.points])
+            _draw_points(axes, curve, i, unit, [_efficiency(curve, point) for point in curve.points])
         axes.axhline(100, **_IDEAL)
         axes.set_ylim(bottom=0)
-        _set_size_axis(axes, curves)
+        _set_size_axis(axes, curves, unit)
 
     return Figure(f"scaling-{mode}", f"{mode.capitalize()} scaling: throughput, and efficiency relative to the "
                   f"smallest size, with {CONFIDENCE:.0%} intervals",
@@ -77,17 +77,18 @@ def _efficiency(curve: Curve, point: Measured) -> tuple[float, float, float]:
     return 100 * estimate.value, 100 * low, 100 * high
 
 
-def _draw_points(axes: Any, curve: Curve, number: int, values: Sequence[tuple[float, float, float]]) -> None:
+def _draw_points(axes: Any, curve: Curve, number: int, unit: Unit,
+                 values: Sequence[tuple[float, float, float]]) -> None:
     """Draw a (value, low, high) for each point of a curve. Points without an interval have no error bar."""
     errors = [[value - low for value, low, _ in values], [high - value for value, _, high in values]]
-    axes.errorbar([curve.size(point) for point in curve.points], [value for value, _, _ in values], errors,
+    axes.errorbar([point.size(unit) for point in curve.points], [value for value, _, _ in values], errors,
                   label=name_text(curve.ds_config), color=COLORS[number % len(COLORS)],
                   marker=MARKERS[number % len(MARKERS)], capsize=2)
 
 
-def _set_size_axis(axes: Any, curves: Sequence[Curve]) -> None:
+def _set_size_axis(axes: Any, curves: Sequence[Curve], unit: Unit) -> None:
     """Make the x axis logarithmic (base 2), with a tick at each measured size."""
-    sizes = sorted({curve.size(point) for curve in curves for point in curve.points})
+    sizes = sorted({point.size(unit) for curve in curves for point in curve.points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, print_lines, require_package
+from ezpz_llm.base import UserError, count_noun, print_lines, require_package
 from ezpz_llm.base.command_parser import CommandParser, typed_name
 from ezpz_llm.report.figures import COLUMN, PAGE, write_figures
 from ezpz_llm.rundir import write_file
-from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
+from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, shared_unit
 from ezpz_llm.scaling.findings import Findings, find
 from ezpz_llm.scaling.page import scaling_figure
+from ezpz_llm.scaling.tables import STEPS_ONLY
 
 _ESCAPED = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"} | {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"})
@@ -60,25 +61,41 @@ def write_paper(findings: Findings, folder: Path, width: float = PAGE) -> list[P
 
 def _latex_table(curves: Sequence[Curve]) -> str:
     """Return a booktabs table; a comment at the end of each row names the point of the study."""
-    rows = [f"{curve.ds_config.translate(_ESCAPED)} & {curve.size(point)} & {point.ranks} & "
+    by_nodes = shared_unit(curves) == "nodes"
+    rows = [f"{curve.ds_config.translate(_ESCAPED)} & " + f"{point.nodes} & " * by_nodes + f"{point.ranks} & "
             f"{1e3 * point.step_time.value:.1f} & {point.tokens_per_second:,.0f} & "
             f"{_efficiency_text(curve, point)} & "
             + (f"{100 * point.mfu:.1f}" if point.mfu is not None else "--") + rf" \\ % points/{point.name}"
             for curve in curves for point in curve.points]
     return "\n".join((
-        rf"% {curves[0].mode} scaling; efficiency with its {CONFIDENCE:.0%} interval".replace("95%", r"95\%"),
-        r"\begin{tabular}{lrrrrrr}", r"\toprule",
-        rf"layout & {curves[0].unit} & ranks & step (ms) & tokens/s & efficiency (\%) & MFU (\%) \\", r"\midrule",
-        *rows, r"\bottomrule", r"\end{tabular}", ""))
+        rf"% {curves[0].mode} scaling; efficiency with its {100 * CONFIDENCE:.0f} \% interval",
+        r"\begin{tabular}{l" + "r" * (5 + by_nodes) + "}", r"\toprule",
+        "layout & " + "nodes & " * by_nodes
+        + r"ranks & step (ms) & tokens/s & efficiency (\%) & MFU (\%) \\", r"\midrule",
+        *rows, r"\bottomrule", r"\end{tabular}",
+        *([f"% {STEPS_ONLY}"] if any(curve.efficiency(point).basis == "steps" for curve in curves
+                                     for point in curve.points) else []), ""))
 
 
 def _efficiency_text(curve: Curve, point: Measured) -> str:
     efficiency = curve.efficiency(point)
     if point is curve.base:
         return "baseline"
-    interval = efficiency.interval
-    return f"{100 * efficiency.value:.1f}" + (
-        f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" if interval else "")
+    text = f"{100 * efficiency.value:.1f}"
+    if interval := efficiency.interval:
+        return f"{text} [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]" + "*" * (efficiency.basis == "steps")
+    return f"{text} [{'too wide' if efficiency.is_too_wide else 'unknown'}]"
+
+
+def _efficiency_sentence(efficiency: Estimate) -> str:
+    value, level = f"{100 * efficiency.value:.1f}", f"{100 * CONFIDENCE:.0f} %"
+    if efficiency.interval is None:
+        return f"{value} % (its error is unknown)" if not efficiency.is_too_wide else (
+            f"{value} %, with a {level} interval that is too wide to be stated")
+    low, high = efficiency.interval
+    sample = ", which does not include the variation between runs" if efficiency.basis == "steps" else ""
+    return (f"{value} [{100 * low:.1f}, {100 * high:.1f}] % (in brackets the {level} interval by Student's t on "
+            f"logarithms{sample})")
 
 
 def paragraph(findings: Findings, curve: Curve) -> str:
@@ -104,14 +121,18 @@ def _sentences(findings: Findings, curve: Curve) -> Iterator[tuple[str, str]]:
         yield f"points/{base.name}/run-*/run.json", (
             f"The runs used {' and '.join(part for part in (device, versions) if part)}.")
     runs = sorted({len(point.good) for point in curve.points})
-    yield "points.jsonl", (f"Each size was run {' to '.join(map(str, runs))} times, in random order; the step time "
-                           "is the geometric mean over runs of the median step time, without the first steps.")
+    if runs == [1]:
+        yield "points.jsonl", ("Each size was run once; the step time is the median step time, without the first "
+                               "steps.")
+    else:
+        yield "points.jsonl", (
+            f"Each size was run {' to '.join(map(str, runs))} times, in random order; the step time is the "
+            "geometric mean over runs of the median step time, without the first steps.")
     speed = f"{last.tokens_per_second:,.0f} tokens per second, {curve.speed_up(last):.2f} times "\
-            f"the throughput of {curve.size(base)}"
+            f"the throughput of {count_noun(curve.size(base), curve.unit[:-1])}"
     yield f"points/{base.name}, points/{last.name}", (
         f"On {curve.size(last)} {curve.unit} training reached {speed}: an efficiency of "
-        f"{_efficiency_text(curve, last)} % (in brackets the {100 * CONFIDENCE:.0f} % interval by Student's t on "
-        "logarithms).")
+        f"{_efficiency_sentence(curve.efficiency(last))}.")
     if split := last.split:
         share = split["exposed_communication"] / sum(split.values())
         yield f"points/{last.name}/run-*/explain, the traced steps", (

@@ -20,7 +20,7 @@ from ezpz_llm.observe.tables import table, table_text
 from ezpz_llm.observe.terminal import terminal_width, wants_color
 from ezpz_llm.rundir import write_file
 from ezpz_llm.scaling.compare import compare, comparison_tables
-from ezpz_llm.scaling.efficiency import Curve
+from ezpz_llm.scaling.efficiency import Curve, shared_unit
 from ezpz_llm.scaling.findings import Findings, find
 from ezpz_llm.scaling.page import findings_page
 from ezpz_llm.scaling.report_record import COLUMNS, ReportRecord, report_record
@@ -112,14 +112,14 @@ def findings_text(findings: Findings, width: int, *, color: bool) -> str:
 
 def _efficiency_plot(curves: Sequence[Curve], width: int, *, color: bool) -> str:
     """Plot the efficiency of the curves of one mode, each with its letter."""
-    drawn, keys = [], []
+    drawn, keys, unit = [], [], shared_unit(curves)
     for i, curve in enumerate(curves):
         letter, name = LETTERS[i % len(LETTERS)], escape_control_characters(curve.name)
-        drawn.append(PlotCurve(name, [curve.size(point) for point in curve.points],
+        drawn.append(PlotCurve(name, [point.size(unit) for point in curve.points],
                                [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
                                color=COLORS[i % len(COLORS)] if color and len(curves) > 1 else -1))
         keys.append(f"  {letter} {name}\n")
-    return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", curves[0].unit, "%", width,
+    return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", unit, "%", width,
                        color=color) + "".join(keys)
 
 

@@ -21,9 +21,9 @@ def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
     if point is curve.base or efficiency.value <= 1:
         return ()
     interval = efficiency.interval
-    if interval is not None and interval[0] <= 1:
+    if efficiency.is_too_wide or (interval is not None and interval[0] <= 1):
         runs = f", and runs of the smallest point differ by a factor of {curve.base.disagreement:.1f}"
-        return (f"within the noise: its interval begins at {interval[0]:.1%}"
+        return ("within the noise: its interval " + (f"begins at {interval[0]:.1%}" if interval else "is too wide")
                 + runs * (curve.base.disagreement > MAX_DISAGREEMENT),)
     causes = [*_batch_causes(curve.base, point), *_breakdown_causes(curve.base, point),
               *_memory_causes(curve.base, point), *_unsteady_causes(curve.base)]

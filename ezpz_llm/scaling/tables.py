@@ -17,9 +17,6 @@ from ezpz_llm.scaling.superlinear import explain_superlinear
 
 STEPS_ONLY = "*: only one run, so its interval does not include the variation between runs"
 
-_MAX_INTERVAL_RATIO = 10
-"""Maximum ratio of an interval's ends; wider intervals are not shown."""
-
 
 @dataclass(frozen=True)
 class Section:
@@ -130,9 +127,7 @@ def _fit_note(fit: Fit) -> str:
 def interval_text(estimate: Estimate) -> str:
     """Format an interval in percent, marked with * if it is from the steps of one run."""
     if estimate.interval is None:
-        return "unknown"
-    if estimate.interval[1] > _MAX_INTERVAL_RATIO * estimate.interval[0]:
-        return "too wide"
+        return "too wide" if estimate.is_too_wide else "unknown"
     return _band(estimate.interval, 100) + ("*" if estimate.basis == "steps" else "")
 
 

@@ -17,16 +17,17 @@ import pytest
 from matplotlib.figure import Figure as Drawing
 from msgspec.structs import replace
 from pages import check_page, figure_text
-from scale_laws import study
+from scale_laws import repeat, study
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
 from ezpz_llm.scale import main as scale_main
 from ezpz_llm.scaling.compare import compare, comparison_notes
-from ezpz_llm.scaling.findings import find
+from ezpz_llm.scaling.efficiency import curves_of, points_of
+from ezpz_llm.scaling.findings import Findings, find
 from ezpz_llm.scaling.page import findings_page, scaling_figure
-from ezpz_llm.scaling.paper import write_paper
+from ezpz_llm.scaling.paper import paragraph, write_paper
 from ezpz_llm.scaling.report_record import report_record
 from ezpz_llm.scaling.study import Point, Study, add_repeat
 from ezpz_llm.scaling.study_report import findings_text, report_main
@@ -286,3 +287,76 @@ def test_without_matplotlib_a_report_has_no_page_and_a_paper_is_rejected(tmp_pat
         scale_main(["paper", "nowhere", "--out", str(tmp_path / "a")])
     assert "pip install 'ezpz_llm[figures]'" in str(caught.value)
     assert not (tmp_path / "a").exists()
+
+
+def make_noisy_study(folder: Path) -> Path:
+    """Write a study on one node in which one run on two ranks took 18 times as long as its repeat."""
+    folder.mkdir()
+    repeats = [repeat("weak", ranks, number, nodes=1, ds_config=ds_config,
+                      steps=[0.1 * (1 + 17 * (ranks == 2) * number)] * 20)
+               for ds_config in ("ddp", "zero2") for ranks in (1, 2, 4) for number in range(2)]
+    points = {run.point: Point(run.point, run.mode, run.ds_config, 1, run.ranks, run.global_batch,
+                               run.micro_batch, run.accumulation, (), ("python3", "-m", "ezpz_llm.train"))
+              for run in repeats}
+    Study("ranks", 2, 0, ("ezpz-llm", "scale"), str(folder), None, None, tuple(points.values()), ()).write(folder)
+    for run in repeats:
+        add_repeat(folder, run)
+    return folder
+
+
+def test_an_interval_that_is_too_wide_is_neither_drawn_nor_written(tmp_path):
+    folder = make_noisy_study(tmp_path / "study")
+    findings = find(folder)
+    assert "too wide" in findings_text(findings, 200, color=False)
+    assert scale_main(["paper", str(folder)]) == 0
+    table = (folder / "paper/scaling-weak.tex").read_text()
+    assert "layout & ranks & step (ms)" in table, "no column twice"
+    assert [row.count("&") for row in table.splitlines() if "points/" in row] == [5] * 6
+    assert table.count(" [too wide] ") == 2
+    for axes_points in figure_values(scaling_figure(findings.curves)):
+        low, high = axes_points
+        assert high < 100 * low, "axes fit the values"
+    for row in report_record(findings).points:
+        for low, high in ((row.step_time_low_s, row.step_time_high_s), (row.efficiency_low, row.efficiency_high)):
+            assert (low is None) == (high is None)
+            assert low is None or high <= 10 * low
+    pairs = {pair.first.name: pair for pair in compare(findings, findings).pairs}
+    wide = pairs["weak-ddp-n1-r2"]
+    assert (wide.speed_ratio.interval, wide.verdict) == (None, "no difference shown")
+
+
+def figure_values(figure):
+    """Return the smallest and the largest y of each panel's points and error bars."""
+    for panel in figure.panels:
+        axes = Drawing().subplots()
+        panel.draw(axes)
+        values = [float(y) for container in axes.containers for segment in container[2][0].get_segments()
+                  for y in segment[:, 1]]
+        yield min(values), max(values)
+
+
+@pytest.mark.parametrize(("numbers", "steps", "sentence"), [
+    ((0, 1), 20, "with a 95 \\% interval that is too wide to be stated."),
+    ((0,), 20, "which does not include the variation between runs)."),
+    ((0,), 5, "\\% (its error is unknown).")])
+def test_the_paragraph_says_how_certain_its_efficiency_is(numbers, steps, sentence):
+    repeats = [repeat("weak", ranks, number, steps=[0.1 * (1 + 17 * (ranks == 2) * number)] * steps)
+               for ranks in (1, 2) for number in numbers]
+    curve, = curves_of(points_of(repeats))
+    text = paragraph(Findings("a", curve.points, (curve,), ()), curve)
+    assert sentence in text
+    assert "1 times" not in text
+
+
+def test_layouts_with_other_sizes_share_one_axis():
+    """The points of zero2 are on one node, so its curve is over ranks, and that of ddp is over nodes."""
+    repeats = [repeat("weak", ranks, 0, nodes=nodes, ds_config=name)
+               for name, placements in (("ddp", ((1, 4), (2, 8))), ("zero2", ((1, 2), (1, 4))))
+               for nodes, ranks in placements]
+    first, second = curves = curves_of(points_of(repeats))
+    assert (first.unit, second.unit) == ("nodes", "ranks")
+    throughput, _ = scaling_figure(curves).panels
+    assert throughput.x_label == "ranks"
+    axes = Drawing().subplots()
+    throughput.draw(axes)
+    assert axes.get_xticks().tolist() == [2, 4, 8]
