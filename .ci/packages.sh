@@ -10,11 +10,12 @@ default_test_packages() {
     type -P zsh >/dev/null || echo zsh
 }
 
-# Print the missing packages for building DeepSpeed's ops and offloading to NVMe.
+# Print the missing packages for building DeepSpeed's ops, offloading to NVMe, and opening pages in a browser.
 full_test_packages() {
     type -P c++ >/dev/null || echo g++
     compgen -G '/usr/include/python3.*/Python.h' >/dev/null || echo python3-dev
     [[ -f /usr/include/libaio.h ]] || echo libaio-dev
+    type -P chromium >/dev/null || echo chromium
 }
 
 install_packages() { # PACKAGE…

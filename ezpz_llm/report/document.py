@@ -9,21 +9,27 @@ from html import escape
 
 from ezpz_llm.base import escape_control_characters
 from ezpz_llm.observe.tables import Table
-from ezpz_llm.report.figures import PAGE, Figure, render
+from ezpz_llm.report.figures import COLUMN, PAGE, Figure, render
 
 Part = str | Table | Figure
 """Paragraph, table, or figure of a section."""
 
+_NARROW = "(max-width: 699px)"
 _STYLE = """
+:root { color-scheme: light dark; --line: #d1d9e0; }
 body { max-width: 72rem; margin: auto; padding: 1rem; font: 16px/1.5 sans-serif; overflow-wrap: anywhere; }
-.table { margin-top: 1rem; overflow-x: auto; overflow-wrap: normal; }
+.table { overflow-x: auto; overflow-wrap: normal; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #d1d9e0; }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1rem 0; }
 figcaption { font-weight: 600; }
 img { width: 100%; max-width: 60rem; }
+@media (prefers-color-scheme: dark) {
+  :root { --line: #3d444d; background: #1a1a1a; color: #e6e6e6; }
+  /* Figures are drawn on white: white becomes the page's background, and colors keep their hue. */
+  img { filter: invert(.9) hue-rotate(180deg); }
+}
 """
 
 
@@ -53,11 +59,17 @@ def _part(part: Part) -> str:
         return f"<p>{escape(part)}</p>\n"
     if isinstance(part, Table):
         return _table(part)
-    svg, = render(part, PAGE, ["svg"])
-    title, image = escape(part.title), b64encode(svg).decode()
-    # As an image, since browsers run no scripts in images.
-    return (f'<figure>\n<figcaption>{title}</figcaption>\n<img alt="{title}" '
-            f'src="data:image/svg+xml;base64,{image}">\n</figure>\n')
+    title = escape(part.title)
+    # As images, since browsers run no scripts in images. A narrow screen shows panels below each other, since an
+    # image as wide as the page would have text of 5 pixels there.
+    return (f'<figure>\n<figcaption>{title}</figcaption>\n<picture><source media="{_NARROW}" '
+            f'srcset="{_image_url(part, COLUMN)}"><img alt="{title}" src="{_image_url(part, PAGE)}"></picture>\n'
+            "</figure>\n")
+
+
+def _image_url(figure: Figure, width: float) -> str:
+    svg, = render(figure, width, ["svg"])
+    return f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
 
 
 def _table(content: Table) -> str:
@@ -67,8 +79,9 @@ def _table(content: Table) -> str:
         return (f"<p>{escape(content.title)}</p>\n" if content.title else "") + notes
     rows = "".join(map(_row, [*content.rows, *([content.footer] if content.footer else [])]))
     head = "".join(f"<th>{escape(name)}</th>" for name in content.columns)
-    return (f'<div class="table"><table>\n<caption>{escape(content.title)}</caption>\n<tr>{head}</tr>\n'
-            f"{rows}</table></div>\n{notes}")
+    # The title is outside of the part that scrolls, so that it wraps.
+    return (f'<figure>\n<figcaption>{escape(content.title)}</figcaption>\n<div class="table"><table>\n'
+            f"<tr>{head}</tr>\n{rows}</table></div>\n</figure>\n{notes}")
 
 
 def _row(cells: Sequence[str]) -> str:

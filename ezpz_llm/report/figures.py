@@ -62,7 +62,8 @@ class Figure:
     Attributes:
         name: file name without its suffix.
         title: caption on a page; not part of the drawing.
-        width: width in inches of files; figures on a page are PAGE wide.
+        width: width in inches of files; figures on a page are PAGE wide, and COLUMN on narrow screens.
+            Panels are below each other in a figure that is at most COLUMN wide.
         height: height of a panel in inches; 0 for 0.72 times its width.
     """
 
@@ -83,7 +84,7 @@ def render(figure: Figure, width: float, forms: Sequence[str]) -> list[bytes]:
     os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
     matplotlib = import_package("matplotlib", "a figure", "figures")
     figures = import_package("matplotlib.figure", "a figure", "figures")
-    columns = min(len(figure.panels), _COLUMNS)
+    columns = min(len(figure.panels), _COLUMNS) if width > COLUMN else 1
     rows = math.ceil(len(figure.panels) / columns)
     contents = []
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():

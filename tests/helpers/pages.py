@@ -7,8 +7,8 @@ import xml.etree.ElementTree as xml
 from html.parser import HTMLParser
 
 _TAGS = {"html", "head", "meta", "title", "style", "body", "section", "h1", "h2", "p", "code", "ul", "li", "div",
-         "table", "caption", "tr", "th", "td", "figure", "figcaption", "img"}
-_ATTRIBUTES = {"lang", "charset", "name", "content", "class", "alt", "src"}
+         "table", "tr", "th", "td", "figure", "figcaption", "picture", "source", "img"}
+_ATTRIBUTES = {"lang", "charset", "name", "content", "class", "alt", "src", "media", "srcset"}
 _SVG = "data:image/svg+xml;base64,"
 
 
@@ -17,6 +17,7 @@ class _Checker(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.figures: dict[str, xml.Element] = {}
+        self.narrow_figures: list[xml.Element] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
@@ -24,6 +25,8 @@ class _Checker(HTMLParser):
         assert set(values) <= _ATTRIBUTES, tag
         if tag == "img":
             self.figures[values["alt"] or ""] = _read_svg((values["src"] or "").removeprefix(_SVG))
+        elif tag == "source":
+            self.narrow_figures.append(_read_svg((values["srcset"] or "").removeprefix(_SVG)))
         elif tag != "meta":
             self.open.append(tag)
 
@@ -43,10 +46,19 @@ def _read_svg(text: str) -> xml.Element:
 
 def check_page(page: str) -> dict[str, xml.Element]:
     """Check a page, and return the SVG of each figure by its title."""
+    return _checked(page).figures
+
+
+def check_narrow_page(page: str) -> list[xml.Element]:
+    """Check a page, and return the SVG of each figure for narrow screens."""
+    return _checked(page).narrow_figures
+
+
+def _checked(page: str) -> _Checker:
     checker = _Checker()
     checker.feed(page)
     assert checker.open == []
-    return checker.figures
+    return checker
 
 
 def figure_text(figure: xml.Element) -> list[str]:

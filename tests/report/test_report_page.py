@@ -16,7 +16,7 @@ import pytest
 from made_up_runs import make_run
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
-from pages import check_page, figure_text
+from pages import check_narrow_page, check_page, figure_text
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
@@ -78,6 +78,20 @@ def test_page_has_tables_and_figures(tmp_path):
         {*figure_text(details)}
     assert {"fp32", "bf16", "data", "forward", "backward", "optimizer", "other", "ms"} <= {*figure_text(breakdown)}
     assert "Differences" not in report_page(runs[:1])
+
+
+def test_figures_for_narrow_screens_have_their_panels_below_each_other(tmp_path):
+    page = report_page(load_runs([make_run(tmp_path / "a")]))
+    assert "@media (prefers-color-scheme: dark)" in page
+    assert 'media="(max-width: 699px)"' in page
+    for wide, narrow in zip(check_page(page).values(), check_narrow_page(page), strict=True):
+        assert float(narrow.get("width").removesuffix("pt")) == pytest.approx(3.35 * 72)
+        assert figure_text(narrow)[-1] == figure_text(wide)[-1]
+    curves, narrow_curves = next(iter(check_page(page).values())), check_narrow_page(page)[0]
+    heights = [float(figure.get("height").removesuffix("pt")) / float(figure.get("width").removesuffix("pt"))
+               for figure in (curves, narrow_curves)]
+    assert heights[0] < 0.5
+    assert heights[1] > 1.4, "two panels below each other"
 
 
 def test_points_of_curves(tmp_path):
