@@ -327,6 +327,8 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
                 reductions=[asdict(result) for result in measured], spread=_metric_spreads(lines)))
             print_lines(closing_text(dist.run_dir, lines, (before, after), profile and profile.path, findings,
                                      dist.world_size), keeps_colors=wants_color())
+        elif not is_fit(findings):  # every rank exits with code 1, and its log shows why
+            print_lines(findings_text(findings), end="")
         print_lines(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s")
     return 0 if is_fit(findings) else 1
 

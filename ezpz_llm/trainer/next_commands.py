@@ -17,16 +17,19 @@ _PROMPTS = ("Hello, I'm a language model,", " ")
 """Prompts to try: the default of `generate`, and a space, which nearly every tokenizer can encode."""
 
 
-def next_commands(session: Session) -> str:
-    """Return the commands that a user may want next, with their purposes. Some require a checkpoint."""
+def next_commands(session: Session, failed: bool) -> str:
+    """Return the commands that a user may want next, with their purposes. Some require a checkpoint.
+
+    Args:
+        failed: the run failed, and would fail again if it were resumed.
+    """
     run_dir = shlex.quote(_relative_to_cwd(session.dist.run_dir.path))
     commands = [("see its curves", f"ezpz-llm report {run_dir}"),
                 ("see where the time went", f"ezpz-llm explain {run_dir}")]
     if session.checkpoints.latest_step is not None:
         prompt = _prompt_option(session.data.tokens.tokenizer)
         commands.append(("write text with it", f"ezpz-llm generate {run_dir}{prompt}"))
-        # A failed run would fail again if it were resumed.
-        if not (session.has_failed or session.spikes.last_loss_non_finite):
+        if not failed:
             commands.append(("train it further", _resume_command(session, run_dir)))
     width = max(len(purpose) for purpose, _ in commands)
     return "next\n" + "".join(f"  {purpose:<{width}}  {to_typable(command)}\n" for purpose, command in commands)

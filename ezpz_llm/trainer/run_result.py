@@ -22,6 +22,7 @@ from ezpz_llm.trainer.callbacks.memory_watch import MemoryWatch, memory_table
 from ezpz_llm.trainer.callbacks.profiles import StepProfile
 from ezpz_llm.trainer.callbacks.selfcheck import SelfChecks
 from ezpz_llm.trainer.checkpoint_saves import checkpoint_cost
+from ezpz_llm.trainer.config import RunConfig
 from ezpz_llm.trainer.next_commands import next_commands
 from ezpz_llm.trainer.session import Session
 
@@ -33,38 +34,54 @@ def finish(session: Session) -> int:
         Exit code: 1 if the run failed, its last loss is NaN or Inf, or its last checkpoint could not be written.
     """
     session.heartbeat.beat(ENDING, session.step)
-    data, checkpoints, optional = session.data, session.checkpoints, session.dist.optional
+    data, optional = session.data, session.dist.optional
     data.position = data.position.agree(session.dist)
     session.callbacks.train_end()
     straggler = optional.attempt_together("the comparison of ranks", session.metrics.straggler)
     bubble = optional.attempt_together("the idle time of pipeline stages", session.metrics.bubble)
     stopped = None if session.stop is None else session.stop.reason
+    errors = _errors(session)
     if session.dist.is_main:
         session.dist.side.update_record(
             session.dist.run_dir, val_tokens=data.validation.predictions, steps=session.step,
             stopped=stopped, samples_consumed=data.position.consumed, sample_hash=data.position.sample_hash,
             checkpoints=checkpoint_cost(session))
-        optional.attempt("the summary", lambda: report(session, straggler, bubble))
+        optional.attempt("the summary", lambda: report(session, straggler, bubble, failed=bool(errors)))
     if stopped is not None and session.dist.is_main and not session.has_failed:
         print_lines(f"stopped after step {session.step} of {session.config.steps}: {stopped}\n"
                     f"  continue with: the same command and --resume {session.dist.run_dir.path}")
+    # Every rank prints them, since the post-mortem may quote the log of any rank.
+    for error in errors:
+        print_lines(f"error: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _errors(session: Session) -> list[str]:
+    """Return the errors of a run that has ended. They are the same on every rank."""
+    stopped = session.stop.reason if session.stop else None
     errors = []
     [checks] = session.callbacks.of_kind(SelfChecks)
     if session.config.overfit_one_batch and not stopped and (failure := checks.overfit_failure()):
         errors.append(f"{failure}\n  instead: more --steps, --dropout 0, a smaller batch, or fix the model")
     if session.has_failed or session.spikes.last_loss_non_finite:
         errors.append(f"the run failed after step {session.step} of {session.config.steps}: "
-                      f"{stopped or session.spikes.reason()}\n"
-                      "  instead: a lower --lr, --grad-clip 1, or --on-bad-steps rollback")
-    if checkpoints.error is not None:
-        errors.append(str(checkpoints.error))
-    if session.dist.is_main:
-        for error in errors:
-            print_lines(f"error: {error}", file=sys.stderr)
-    return 1 if errors else 0
+                      f"{stopped or session.spikes.reason()}\n  instead: {bad_steps_advice(session.config)}")
+    if session.checkpoints.error is not None:
+        errors.append(str(session.checkpoints.error))
+    return errors
 
 
-def report(session: Session, straggler: Straggler | None, bubble: Bubble | None) -> None:
+def bad_steps_advice(config: RunConfig) -> str:
+    """Return the settings to try after too many bad steps, without those that the run has."""
+    advice = [f"--lr below {config.lr:g}"]
+    if not config.clip or config.clip > 1:
+        advice.append("--grad-clip 1")
+    if config.on_bad_steps != "rollback":
+        advice.append("--on-bad-steps rollback")
+    return " or ".join(filter(None, [", ".join(advice[:-1]), advice[-1]]))
+
+
+def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, *, failed: bool) -> None:
     """Print plots, tables and the closing summary, and record the summary in run.json. Call on rank 0."""
     run_dir, side, optional = session.dist.run_dir, session.dist.side, session.dist.optional
     history = whole_history(run_dir, side)
@@ -93,4 +110,4 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None)
         print_lines(f"warning: {run_dir.metrics} contains no steps: no summary")
     else:
         result = final_text(summary, run_dir, profile, memory and memory.peak)
-        print_lines(f"{result}\n{next_commands(session)}", end="")
+        print_lines(f"{result}\n{next_commands(session, failed)}", end="")

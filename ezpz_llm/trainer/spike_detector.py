@@ -106,8 +106,11 @@ class SpikeDetector:
         """Describe the consecutive bad steps."""
         last = self._losses[-1] if self._losses else math.nan
         median = statistics.median(self._losses) if self._losses else math.nan
-        return (f"{self.streak} bad steps in a row, from step {self.first_bad} on: loss or gradient norm is NaN, "
-                f"Inf or far above the median (last loss {last:.4g}, median {median:.4g})")
+        config = self._config
+        limit = (f" (--bad-steps {config.bad_steps}, checked every {config.log_every} steps)"
+                 if self.streak > config.bad_steps else "")
+        return (f"{self.streak} bad steps in a row{limit}, from step {self.first_bad} on: loss or gradient norm is "
+                f"NaN, Inf or far above the median (last loss {last:.4g}, median {median:.4g})")
 
     def state(self) -> SpikeState:
         """Return the state for a checkpoint."""

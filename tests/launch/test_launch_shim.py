@@ -288,6 +288,31 @@ def test_a_full_disk_changes_no_exit_code(full_disk: Path) -> None:
     assert well.returncode == 0, well.stderr
 
 
+_FILL_AND_FAIL = """
+while not os.path.exists("r/heartbeat/node0000.json") or not os.path.getsize("r/heartbeat/node0000.json"):
+    time.sleep(0.02)
+with open(f"ballast{rank}", "wb", buffering=0) as file:
+    size = 4096
+    while size:
+        try:
+            file.write(b"x" * size)
+        except OSError:
+            size //= 2
+sys.exit("error: the model is too large\\n  instead: --n-layer 2")
+"""
+
+
+def test_a_full_disk_keeps_the_error_that_all_ranks_raise(full_disk: Path) -> None:
+    program = _script(full_disk, _FILL_AND_FAIL)
+    done = launch(full_disk, "-n", "2", "--run-dir", "r", sys.executable, program)
+    assert done.returncode == 1, done.stderr
+    assert list((full_disk / "r/errors").iterdir()) == []
+    cause = done.stderr[done.stderr.index(" failed: "):]
+    assert "error: the model is too large" in cause
+    assert "no output" not in cause
+    assert "rank 0: the same" in cause or "rank 1: the same" in cause
+
+
 _HOG = """
 if rank == 1:
     kept = []

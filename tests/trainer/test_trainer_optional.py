@@ -50,6 +50,7 @@ def test_a_diverging_run_saves_and_ends_without_a_traceback(tmp_path: Path,
     assert code == 1
     assert "warning: the sample after step 6 failed: the logits are not finite; the run continues\n" in shown.err
     assert "the run failed after step 6 of 6" in shown.err
+    assert "instead: --lr below 1000, --grad-clip 1 or --on-bad-steps rollback\n" in shown.err
     assert "training loss" in shown.out, "the summary"
     # With synchronous saves, each is complete at the end of its step.
     assert seen == [[], [], ["step-00000003"], ["step-00000003"], ["step-00000003"],

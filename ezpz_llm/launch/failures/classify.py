@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ezpz_llm.base import EXIT_PREFLIGHT, EXIT_USAGE
@@ -16,8 +16,8 @@ from ezpz_llm.launch.failures.known_failures import (
     join_sentence,
     shipped_texts,
 )
-from ezpz_llm.launch.failures.run_facts import Failure
-from ezpz_llm.launch.failures.tracebacks import lines_before_fault_report
+from ezpz_llm.launch.failures.run_facts import Failure, Raised
+from ezpz_llm.launch.failures.tracebacks import innermost_call, lines_before_fault_report
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ _ERROR_WORDS = re.compile(r"(?i)\b(?:errors?|fail(?:s|ed|ure)?|cannot|can't|coul
 def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Finding:
     """Classify a rank's failure by its record and the known `texts` (default: the package's)."""
     exception = failure.exception
-    lines = ([exception.line, *exception.message.split("\n")[1:], exception.caused_by or ""] if exception
+    lines = (_exception_lines(exception, failure.tail) if exception
              else sorted(drop_non_errors(failure.tail), key=lambda line: not _EXCEPTION.match(line)))
     if failure.oom_killed and (failure.exit_code == _KILLED_CODE
                                or _first_match(_KILLED_CHILD, [*lines, *failure.tail])):
@@ -80,10 +80,18 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
     if text_match is None:
         return by_exit
     text, line, match = text_match
+    if exception is not None and line.startswith(exception.line):
+        line = exception.line  # without its innermost call
     keeps_evidence = text.kind is None and (line == by_signal or (exception is not None and not crashed))
     evidence = by_exit.evidence if keeps_evidence else join_sentence(line, failure.tail)
     return Finding(text.kind or by_exit.kind, evidence, text.cause, fill_advice(text.advice, match.groupdict()),
                    text.name)
+
+
+def _exception_lines(exception: Raised, tail: Sequence[str]) -> list[str]:
+    lines = [exception.line, *exception.message.split("\n")[1:], exception.caused_by or ""]
+    # The same error has other causes in other calls: a missing file is a missing program if it was to be started.
+    return [*lines, *([f"{exception.line} at {call}"] if (call := innermost_call(tail, exception.line)) else [])]
 
 
 def has_crashed(failure: Failure) -> bool:
@@ -111,15 +119,14 @@ def _finding_from_exit(failure: Failure) -> Finding:
 
 
 def _finding_from_exit_code(failure: Failure) -> Finding:
-    last = failure.tail[-1] if failure.tail else ""
-    error = next((line for line in reversed(failure.tail) if line.startswith("error: ")), None)
+    error = failure.error
     if failure.exit_code in (126, 127):
-        return Finding(Kind.NOT_FOUND, last)
-    if failure.exit_code == EXIT_PREFLIGHT and error and error.startswith(_WRONG_WORLD):
+        return Finding(Kind.NOT_FOUND, failure.tail[-1] if failure.tail else "")
+    if failure.exit_code == EXIT_PREFLIGHT and error.startswith(_WRONG_WORLD):
         return Finding(Kind.WRONG_WORLD, error)
-    if failure.exit_code == EXIT_USAGE and error:
+    if failure.exit_code == EXIT_USAGE and error.startswith("error: "):
         return Finding(Kind.USAGE, error)
-    return Finding(Kind.EXIT, error or last)
+    return Finding(Kind.EXIT, error)
 
 
 def _first_match(pattern: re.Pattern[str], lines: list[str]) -> str | None:

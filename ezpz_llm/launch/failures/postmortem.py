@@ -142,8 +142,9 @@ def _records_from_reports(reports: Mapping[int, RankReport], facts: RunFacts, st
                           run_id: str) -> list[Failure]:
     """Build records from the nodes' reports if no rank could write one (full disk, damaged errors/)."""
     return sorted((Failure(rank, facts.hosts[rank], report.pid or 0, report.ended, None,
-                           started + (report.lived_s or 0.0), report.lived_s or 0.0, phase=report.phase,
-                           step=report.step, launch=run_id)
+                           started + (report.lived_s or 0.0), report.lived_s or 0.0,
+                           tail=(report.error,) if report.error else (), phase=report.phase, step=report.step,
+                           launch=run_id)
                    for rank, report in reports.items() if report.ended
                    and (facts.failed_before_stop is None or rank in facts.failed_before_stop)),
                   key=lambda failure: failure.ended)

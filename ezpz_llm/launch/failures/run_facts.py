@@ -123,6 +123,14 @@ class Failure:
     launch: str = ""
 
     @property
+    def error(self) -> str:
+        """Line of output that explains the failure: an exception, this package's last error, or the last line."""
+        if self.exception is not None:
+            return self.exception.line
+        errors = (line for line in reversed(self.tail) if line.startswith("error: "))
+        return next(errors, self.tail[-1] if self.tail else "")
+
+    @property
     def exit_text(self) -> str:
         """Exit as text: `exit code 7`, or `signal SIGKILL (exit code 137)`."""
         code = f"exit code {self.exit_code}"

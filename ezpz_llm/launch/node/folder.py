@@ -101,10 +101,10 @@ def register_shim(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
         return folder
 
 
-def mark_end(folder: PrivateFolder, rank: int, code: int, lived_s: float) -> None:
-    """Mark the rank as ended, `lived_s` after its start."""
+def mark_end(folder: PrivateFolder, rank: int, code: int, lived_s: float, error: str = "") -> None:
+    """Mark the rank as ended, `lived_s` after its start, with its error if its record could not be written."""
     with contextlib.suppress(OSError):
-        folder.write(file_of(rank, END_MARK), f"{code} {lived_s:.1f}".encode())
+        folder.write(file_of(rank, END_MARK), f"{code} {lived_s:.1f} {error}".encode())
         _wake(folder)
 
 

@@ -176,6 +176,7 @@ class RankReport:
         state: the kernel's letter for the main process ("D": waiting for a device or a file system).
         ended: the exit code, None while the rank runs.
         lived_s: the lifetime of an ended rank.
+        error: the error of an ended rank whose record could not be written, for example because the disk was full.
     """
 
     pid: int | None = None
@@ -186,6 +187,7 @@ class RankReport:
     state: str | None = None
     ended: int | None = None
     lived_s: float | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True)

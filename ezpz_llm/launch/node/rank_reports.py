@@ -59,7 +59,7 @@ class Gatherer:
     def _report(self, rank: int, processes: list[Process], now: float) -> tuple[RankReport, bool]:
         is_new = rank not in self._lives
         life = self._lives.setdefault(rank, _Life(now))
-        ended, lived_s = self._read_end(rank)
+        ended, lived_s, error = self._read_end(rank)
         is_busy = self._is_busy(life, rank, processes, now)
         if is_busy:
             life.active_at = now
@@ -69,7 +69,7 @@ class Gatherer:
             pid=main.pid if main else None, phase=phase, step=step,
             silent_s=round(now - life.heartbeat_at, 1) if life.heartbeat_stamp is not None else None,
             idle_s=round(now - life.active_at, 1), state=main.state if main else None, ended=ended,
-            lived_s=lived_s)
+            lived_s=lived_s, error=error)
         was_stopped, life.is_stopped = life.is_stopped, report.state == "T"
         has_ended, life.has_ended_before = ended is not None and not life.has_ended_before, ended is not None
         return report, has_ended or (ended is None and (
@@ -102,16 +102,16 @@ class Gatherer:
             life.phase_and_step = parse_heartbeat(text)
         return *life.phase_and_step, has_new_heartbeat
 
-    def _read_end(self, rank: int) -> tuple[int | None, float | None]:
-        """Return exit code and lifetime of a rank, (None, None) if it has not ended.
+    def _read_end(self, rank: int) -> tuple[int | None, float | None, str]:
+        """Return exit code, lifetime, and unrecorded error of a rank; (None, None, "") if it has not ended.
 
         An empty end mark counts as exit code 0.
         """
         try:
-            code, lived_s = (self._folder.read(file_of(rank, END_MARK)).decode() or "0 0").split()
-            return int(code), float(lived_s)
+            code, lived_s, error = (self._folder.read(file_of(rank, END_MARK)).decode() or "0 0 ").split(" ", 2)
+            return int(code), float(lived_s), error
         except (OSError, ValueError):
-            return None, None
+            return None, None, ""
 
     def _log_status(self, rank: int) -> tuple[int, int]:
         """Return total size and latest modification time of the rank's logs in the run directory and on the node.

@@ -26,6 +26,7 @@ from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
 
 _TAIL_LINES = 20
 _TAIL_CHARACTERS = 16384
+_ERROR_CHARACTERS = 200
 _KILLED_CODE = 137
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
@@ -57,12 +58,8 @@ class EndedRank:
     kills_before: Counts
 
 
-def write_record(run_dir: RunDir, process: EndedRank) -> None:
-    """Write errors/rankNNNN.json atomically.
-
-    Raises:
-        OSError: the run directory cannot be written to.
-    """
+def make_record(run_dir: RunDir, process: EndedRank) -> Failure:
+    """Return the record of an ended rank."""
     code = process.code
     phase, step = parse_heartbeat(system_text(process.heartbeat))
     # A killed rank could not print the reason; exceptions in its output were caught.
@@ -71,17 +68,33 @@ def write_record(run_dir: RunDir, process: EndedRank) -> None:
     ended_by = process.shim_signal
     if ended_by and read_stop_order(run_dir, process.run_id) is not None:
         ended_by = "launch"
-    failure = Failure(
+    return Failure(
         rank=process.rank, host=socket.gethostname(), pid=process.pid, exit_code=code, signal=process.signal,
         ended=process.ended, duration_s=round(process.duration_s, 3),
         tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_output_lines(process.output, _TAIL_LINES)),
         argv=tuple(redact_words(process.command)), exception=exception, phase=phase, step=step,
         oom_killed=find_oom_evidence(process.kills_before, (process.pid,), process.since, code == _KILLED_CODE),
         shared_memory=find_full_shared_memory(), ended_by=ended_by, launch=process.run_id)
+
+
+def write_record(run_dir: RunDir, failure: Failure) -> None:
+    """Write errors/rankNNNN.json atomically.
+
+    Raises:
+        OSError: the run directory cannot be written to.
+    """
     run_dir.path.mkdir(parents=True, exist_ok=True)  # may have been removed, by the rank or others
     with make_private(run_dir.errors) as errors:
         record = json.dumps(without_secrets(asdict(failure), os.environ), indent=2)
-        errors.write(run_dir.rank_error(process.rank).name, record.encode())
+        errors.write(run_dir.rank_error(failure.rank).name, record.encode())
+
+
+def error_line(failure: Failure) -> str:
+    """Return the rank's error for the node's report: one line of at most 200 characters, without secrets.
+
+    On a full disk, the reports of eight ranks then still fit in the block of 4 KiB that a report already has.
+    """
+    return " ".join(str(without_secrets(failure.error, os.environ)).split())[:_ERROR_CHARACTERS]
 
 
 def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:

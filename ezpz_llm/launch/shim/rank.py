@@ -23,6 +23,7 @@ from ezpz_llm.launch.node.processes import ProcessIdentity, awaits_signal, end_a
 from ezpz_llm.launch.ranks import OUTER_LAUNCHERS, RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
+from ezpz_llm.launch.start_errors import start_problem
 from ezpz_llm.launch.variables import (
     BIND_VARIABLE,
     HEARTBEAT_VARIABLE,
@@ -68,6 +69,8 @@ class Rank:
         self.agent = agent
         self.started, self.started_monotonic = time.time(), time.monotonic()
         self.lived_s = 0.0
+        self.error = ""
+        """The rank's error, if its record could not be written."""
         self.kills_before = count_kills()
         self.kill_at: float | None = None
         self.end_signal: signal.Signals | None = None
@@ -94,7 +97,7 @@ class Rank:
             child = self._start({stream: write_end for stream, (_, write_end) in pipes.items()})
         except OSError as error:
             code = _EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else _EXIT_NOT_EXECUTABLE
-            self.output.write_message(f"cannot run {self.command[0]!r}: {error.strerror}")
+            self.output.write_message(f"cannot run {self.command[0]!r}: {start_problem(self.command[0], error)}")
             self._finish(os.getpid(), code, None)
         else:
             status = self._wait_for(child, wake)
@@ -103,7 +106,7 @@ class Rank:
                 self._read_last_signals(wake)
             self._finish(child.pid, code, signal.Signals(-status).name if status < 0 else None)
         if self.folder is not None:
-            mark_end(self.folder, self.info.rank, code, self.lived_s)
+            mark_end(self.folder, self.info.rank, code, self.lived_s, self.error)
             if code == 0:
                 self._await_node_ranks(wake, self.folder)
         self._end_group()
@@ -289,15 +292,18 @@ class Rank:
             return
         try:
             # Imported late, because successful ranks do not need it.
-            from ezpz_llm.launch.shim.exit_record import EndedRank, keep_log, write_record
+            from ezpz_llm.launch.shim.exit_record import EndedRank, error_line, keep_log, make_record, write_record
 
             if has_record:
-                write_record(self.run_dir, EndedRank(
+                record = make_record(self.run_dir, EndedRank(
                     self.info.rank, self.run_id, self.command, pid, code, signal_name,
                     shim_signal=self.end_signal.name if self.end_signal else None,
                     # The end by the node's clock, the duration by a monotonic clock.
                     ended=self.started + self.lived_s, duration_s=self.lived_s, since=self.started_monotonic,
                     output=self.output.tail(), heartbeat=self.heartbeat(), kills_before=self.kills_before))
+                self.error = error_line(record)
+                write_record(self.run_dir, record)
+                self.error = ""
             if is_on_node:
                 keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.end_signal is None)
         except (OSError, ImportError) as error:
