@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from places import ROOT
@@ -156,13 +158,38 @@ def test_readme_is_short_and_has_a_diagram() -> None:
     assert text.count("```mermaid") == 1
 
 
-def test_site_has_every_page_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_site_has_every_page_and_no_dead_link_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     """Requires mkdocs-material: `pip install 'ezpz_llm[docs]'`."""
     pytest.importorskip("material")
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", ROOT / "mkdocs.yml", "-d", tmp_path / "site"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "mkdocs.yml", "-d",
+               tmp_path / "site"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     for page in (ROOT / "docs").glob("*/*.md"):
         html = (tmp_path / "site" / page.parent.name / page.stem / "index.html").read_text()
         loaded = re.findall(r"""<(?:script|img|iframe)[^>]*\ssrc="([^"]+)|<link[^>]*\shref="([^"]+)""", html)
         assert [url for url in map("".join, loaded) if url.startswith(("http", "//"))] == []
+        for link in re.findall(r"""<a[^>]*\shref="([^"#]+)""", html):
+            target = tmp_path / "site" / page.parent.name / page.stem / link
+            assert link.startswith("http") or target.exists(), (page.name, link)
+
+
+def test_site_lists_every_page() -> None:
+    listed = re.findall(r"(?:use|reference|evidence)/\w+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix()
+                                    for page in (ROOT / "docs").glob("*/*.md"))
+
+
+def test_links_of_the_site_to_files_outside_docs_are_paths_or_lead_to_the_repository() -> None:
+    spec = importlib.util.spec_from_file_location("site_links", ROOT / "docs/site_links.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="use/install.md"))
+    text = "[a](../reference/data.md) [the table](../../benchmarks/a.md#b) [`jobs/b.sh`](../../jobs/b.sh)"
+    assert hook.on_page_markdown(text, page, SimpleNamespace(repo_url=None)) == (
+        "[a](../reference/data.md) the table (`benchmarks/a.md` in the repository) `jobs/b.sh`")
+    assert "[the table](https://a/b/blob/main/benchmarks/a.md#b)" in hook.on_page_markdown(
+        text, page, SimpleNamespace(repo_url="https://a/b/"))

@@ -21,12 +21,14 @@ pytestmark = [pytest.mark.full,
               pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")]
 
 # A window cannot be narrower than 500 px, so the page is in a frame.
-FRAME = """<!doctype html><iframe id="frame" style="border: 0; width: {width}px; height: 4000px" srcdoc="{page}"></iframe>
+FRAME = """<!doctype html>
+<iframe id="frame" style="border: 0; width: {width}px; height: 4000px" srcdoc="{page}"></iframe>
 <pre id="result"></pre><script>onload = () => {{
   const page = frame.contentDocument, style = frame.contentWindow.getComputedStyle(page.documentElement)
   result.textContent = JSON.stringify({{
     width: page.documentElement.clientWidth, content: page.documentElement.scrollWidth,
-    background: style.backgroundColor, images: [...page.images].map(image => image.clientWidth / image.naturalWidth),
+    background: style.backgroundColor,
+    images: [...page.images].map(image => image.clientWidth / image.naturalWidth),
     captions: [...page.querySelectorAll("figcaption")].map(part => part.getBoundingClientRect().right)}})
 }}</script>"""
 SMALLEST_TEXT_PX = 7 * 96 / 72
