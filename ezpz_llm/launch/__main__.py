@@ -20,6 +20,7 @@ from ezpz_llm.launch.plan_text import details, json_text, opening_lines, summary
 from ezpz_llm.launch.ranks import is_set_by_user
 from ezpz_llm.launch.relay import print_stderr
 from ezpz_llm.launch.schedulers.scheduler import clock
+from ezpz_llm.launch.start_errors import start_problem
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, remove_incomplete_checkpoints, write_atomic
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ def _exec_command(plan: LaunchPlan) -> int:
     try:
         os.execvpe(plan.argv[0], plan.argv, env)
     except OSError as error:
-        raise UserError(f"cannot run {plan.argv[0]!r}: {error.strerror}", where="the command to launch",
-                        exit_code=127) from error
+        raise UserError(f"cannot run {plan.argv[0]!r}: {start_problem(plan.argv[0], error)}",
+                        where="the command to launch", exit_code=127) from error
 
 
 def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:

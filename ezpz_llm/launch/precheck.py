@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, count_noun
 from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist, fold_counts, fold_hostnames
+from ezpz_llm.launch.start_errors import start_problem
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *
         return subprocess.run(arguments, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               errors="replace", timeout=TIMEOUT_S, check=False)
     except OSError as error:
-        raise UserError(f"cannot run {command[0]!r}: {error.strerror}", where="the command to launch",
+        raise UserError(f"cannot run {command[0]!r}: {start_problem(command[0], error)}",
+                        where="the command to launch",
                         exit_code=127 if isinstance(error, FileNotFoundError) else 126) from error
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{what} took longer than {TIMEOUT_S} s", where=" ".join(arguments)) from error

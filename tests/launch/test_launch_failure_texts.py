@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import re
@@ -12,12 +13,14 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 from launch_runs import clean_env, launch, record
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.failures import timed_pattern
 from ezpz_llm.launch.failures.classify import classify
 from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.known_failures import FailureText, read_texts, shipped_texts
@@ -130,6 +133,24 @@ def test_an_exceptions_line_is_quoted_before_those_of_a_log() -> None:
     assert classify(replace(_failure(""), tail=tail)).evidence == tail[1]
 
 
+_STARTED = """Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+    run(["prepare.sh"])
+  File "/usr/lib/python3.11/subprocess.py", line 1950, in _execute_child
+    raise child_exception_type(errno_num, err_msg, err_filename)
+FileNotFoundError: [Errno 2] No such file or directory: 'prepare.sh'""".splitlines()
+
+
+@pytest.mark.parametrize(("tail", "name"), [
+    (_STARTED, "program-or-interpreter"), ([*_STARTED[:3], _STARTED[-1]], "no-such-file"),
+    ([f"[rank1]: {line}" for line in _STARTED], "program-or-interpreter"), ([_STARTED[-1]], "no-such-file"),
+    ([*_STARTED, "Exception ignored in: <_io.BufferedWriter>", *_STARTED[:3]], "program-or-interpreter")])
+def test_a_missing_program_is_not_a_missing_file(tail: list[str], name: str) -> None:
+    raised = Raised(*_STARTED[-1].split(": ", 1), "train.py:5")
+    found = classify(replace(_failure(""), exception=raised, tail=tuple(tail)))
+    assert (found.name, found.evidence) == (name, raised.line)
+
+
 _SITE = """
 [license]
 cause = "the license server of simlab does not answer"
@@ -205,7 +226,7 @@ def test_a_slow_pattern_sees_the_begin_of_a_line_only(tmp_path: Path) -> None:
     """A pattern with quadratic cost would need half an hour for a line of a million characters."""
     (tmp_path / "slow.toml").write_text(
         "[slow]\ncause = 'x'\npatterns = ['a+b']\nsource = 'https://example.org'\nexamples = ['ab']\n")
-    subprocess.run([sys.executable, "-c", _SLOW], cwd=tmp_path, timeout=scaled(10), check=True)
+    subprocess.run([sys.executable, "-c", _SLOW], cwd=tmp_path, timeout=scaled(60), check=True)
 
 
 _CATASTROPHE = """
@@ -238,31 +259,39 @@ def test_a_pattern_that_takes_for_ever_on_its_example_is_refused(tmp_path: Path)
 @pytest.mark.parametrize("pattern", ["(?i)" + r"[\x00-\ud7ff]" * 500, "|".join(["a" * 50] * 20_000)])
 def test_a_pattern_that_takes_for_ever_to_be_read_is_refused(tmp_path: Path, pattern: str) -> None:
     (tmp_path / "site.toml").write_text(_CATASTROPHE.replace("(a+)+$", pattern))
-    with pytest.raises(UserError, match=r"pattern .* takes more than 1 s to compile") as raised:
-        read_texts(tmp_path / "site.toml")
+    with pytest.raises(UserError, match=r"pattern .* takes more than 0.1 s to compile") as raised:
+        read_texts(tmp_path / "site.toml", limit_s=0.1)
     assert len(str(raised.value)) < 1000
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_time_limit_survives_a_garbage_collector_callback() -> None:
     """Python drops exceptions raised in these callbacks, so the first interrupt may be lost."""
-    calls = []
+    pattern = TimedPattern("x", limit_s=0.1)
 
     def spend_time(phase: str, info: dict[str, int]) -> None:
-        calls.append(phase)
-        while len(calls) == 1:
+        while True:
             time.process_time()
 
-    gc.callbacks.append(spend_time)
-    try:
-        with pytest.raises(TimeoutError):
-            TimedPattern("|".join(["a" * 50] * 20_000), limit_s=0.1)
-    finally:
-        gc.callbacks.remove(spend_time)
+    def collect_and_wait() -> None:
+        gc.callbacks.append(spend_time)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(spend_time)
+        while True:
+            time.process_time()
+
+    assert pattern._timed(collect_and_wait) is None
+    assert pattern.is_exhausted
 
 
-def test_a_fast_pattern_has_no_limit_of_lines() -> None:
+def test_a_fast_pattern_has_no_limit_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading of the clock is 4 ms later, which is its error on a busy machine."""
     pattern = TimedPattern("no license", limit_s=0.05)
-    assert not any(pattern.search("x" * 100) for _ in range(20_000))
+    clock = itertools.count(0.0, 0.004)
+    monkeypatch.setattr(timed_pattern, "time", SimpleNamespace(process_time=lambda: next(clock)))
+    assert not any(pattern.search("x" * 100) for _ in range(1000))
     assert pattern.search("no license")
     assert not pattern.is_exhausted
 

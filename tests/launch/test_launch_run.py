@@ -141,6 +141,17 @@ def test_a_missing_command(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_script_whose_interpreter_is_missing(tmp_path: Path) -> None:
+    """Linux reports "No such file or directory" for it."""
+    (tmp_path / "run.sh").write_text("#!/bin/bash\r\necho ready\r\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    done = launch(tmp_path, "-n", "1", "./run.sh")
+    assert done.returncode == 127
+    assert (r"cannot run './run.sh': its first line, '#!/bin/bash\r', names an interpreter that does not exist"
+            in done.stderr)
+    assert "dos2unix" in done.stderr
+
+
 @pytest.mark.parametrize(("word", "found", "instead"), [
     ("train.py", "'train.py' is a Python script, not a program", "launch [options] python3 train.py …"),
     ("./train.py", "'./train.py' is a Python script, not a program", "launch [options] python3 ./train.py …"),

@@ -171,9 +171,11 @@ def _parse_text(name: str, table: Any, path: Path, limit_s: float | None) -> Fai
             raise invalid(f"pattern {shorten_value(pattern.text)} takes more than {MAX_S:g} s on the examples",
                           "avoid a repetition inside another, such as (a+)+")
         if not has_example:
-            raise invalid(f"no example matches the pattern {pattern.text!r}", "add an example for each pattern")
+            raise invalid(f"no example matches the pattern {shorten_value(pattern.text)}",
+                          "add an example for each pattern")
     if unmatched := [example for example in text.examples if text.search(example) is None]:
-        raise invalid(f"no pattern matches the example {unmatched[0]!r}", "use examples that the patterns match")
+        raise invalid(f"no pattern matches the example {shorten_value(unmatched[0])}",
+                      "use examples that the patterns match")
     return text
 
 

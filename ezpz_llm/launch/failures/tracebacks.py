@@ -110,6 +110,13 @@ def last_output_lines(text: str, max_lines: int) -> list[str]:
     return [*lines[:start + 1][-(max_lines - len(frames)):], *frames]
 
 
+def innermost_call(lines: Sequence[str], error: str) -> str:
+    """Return "FILE:LINE in FUNCTION" of the last frame above the line `error`; "" if there is none."""
+    end = max((number for number, line in enumerate(lines) if _RANK_PREFIX.sub("", line) == error), default=0)
+    frames = _match_frames([_RANK_PREFIX.sub("", line) for line in lines[:end]])
+    return "{file}:{line} in {function}".format(**frames[-1].groupdict()) if frames else ""
+
+
 def lines_before_fault_report(lines: Sequence[str]) -> Sequence[str]:
     """Return the lines before faulthandler's last report, or all lines if there is none."""
     start = next((number for number in reversed(range(len(lines))) if _FATAL.match(lines[number])), len(lines))
