@@ -52,7 +52,7 @@ _LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b
 _LLAMA3_PIECES = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 _LLAMA3_TOKENS, _LLAMA3_SPECIAL_TOKENS = 128_000, 256
-_LLAMA3_END_OF_TEXT = 128_001
+_LLAMA3_BEGIN_OF_TEXT, _LLAMA3_END_OF_TEXT = 128_000, 128_001
 
 
 def find_file(path: Path) -> Path | None:
@@ -177,11 +177,16 @@ class _Table:
 
     def end_of_text(self, config: Path) -> int | None:
         """Return the id of the end-of-text token, from tokenizer_config.json or by its name."""
-        stored = read_json(config, _MAX_BYTES) if config.is_file() else {}
-        token = stored.get("eos_token") if isinstance(stored, dict) else None
+        token = _read_config(config).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         names = (token, *_END_OF_TEXT_NAMES) if isinstance(token, str) else _END_OF_TEXT_NAMES
         return next((self.ids[name] for name in names if name in self.ids), None)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer_config.json; empty if there is none."""
+    stored = read_json(path, _MAX_BYTES) if path.is_file() else {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def load(path: Path, entry: TokenizerEntry | None = None) -> FileTokenizer:
@@ -210,6 +215,8 @@ def _load(path: Path, entry: TokenizerEntry) -> FileTokenizer:
 
 class FileTokenizer:
     """Tokenizer of another library, loaded from `path`."""
+
+    begin_of_text: tuple[int, ...] = ()
 
     def __init__(self, path: Path, entry: TokenizerEntry) -> None:
         self.path = path
@@ -264,6 +271,8 @@ class _JsonTokenizer(FileTokenizer):
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = True
+        encoded = self._inner.encode("a")  # with the special tokens of its post-processor
+        self.begin_of_text = tuple(encoded.ids[:[*encoded.special_tokens_mask, 0].index(0)])
 
     def _ids(self, text: str) -> list[int]:
         # encode_batch_fast omits offsets, which would double the time.
@@ -285,6 +294,9 @@ class _ModelTokenizer(FileTokenizer):
         except TypeError as error:
             raise UserError("the installed sentencepiece is too old: it cannot return NumPy arrays",
                             where=str(path), instead="pip install 'sentencepiece>=0.2.3'") from error
+        begin = self._inner.bos_id()
+        if begin >= 0 and _read_config(path.parent / _CONFIG).get("add_bos_token"):  # as transformers does
+            self.begin_of_text = (begin,)
 
     def _ids(self, text: str) -> np.ndarray:
         return self._inner.encode(text, return_type="numpy")
@@ -304,6 +316,8 @@ class _ModelTokenizer(FileTokenizer):
 
 class _RanksTokenizer(FileTokenizer):
     """Tokenizer from Llama 3's tokenizer.model; special tokens within a text are encoded as ordinary text."""
+
+    begin_of_text = (_LLAMA3_BEGIN_OF_TEXT,)
 
     def __init__(self, path: Path, entry: TokenizerEntry) -> None:
         super().__init__(path, entry)

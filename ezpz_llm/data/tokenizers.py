@@ -56,12 +56,16 @@ _GPT2_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 
 
 class Tokenizer(Protocol):
-    """Converter between text and ids in [0, vocab_size); `fingerprint` is a sha256 of its table."""
+    """Converter between text and ids in [0, vocab_size); `fingerprint` is a sha256 of its table.
+
+    `begin_of_text` are the ids that its own library puts before a prompt, as for Llama; empty for most.
+    """
 
     name: str
     vocab_size: int
     end_of_text: int | None
     fingerprint: str
+    begin_of_text: tuple[int, ...]
 
     def encode(self, text: str) -> np.ndarray:
         """Return ids, 1-d, of an unsigned type, without adding or interpreting end-of-text."""
@@ -80,7 +84,9 @@ class Tokenizer(Protocol):
 
 
 class _CutBetweenWords:
-    """Mixin for tokenizers that encode the text after a cut like any other text."""
+    """Mixin for tokenizers that encode the text after a cut like any other text, and start a text with no token."""
+
+    begin_of_text: tuple[int, ...] = ()
 
     def cut(self, data: bytes) -> int:
         return find_cut(data)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.base import UserError, print_lines
 from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.data.prompts import encode_prompt
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, as_rank, open_model, plan_model
 from ezpz_llm.hf.tokenizer import tokenizer_of, tokenizer_warning
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     _check_numbers(options)
     plan = plan_model(options, options.world_size if options.check else find_rank(os.environ).world_size)
     tokenizer = tokenizer_of(plan.source, options.tokenizer)
-    prompt = tokenizer.encode(options.prompt)
+    prompt = encode_prompt(tokenizer, options.prompt)
     if not len(prompt):
         raise UserError("the prompt has no tokens", where="--prompt", instead='--prompt "Once upon a time"')
     if options.check:
@@ -95,10 +96,10 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
 
 
 def _text(tokenizer: Tokenizer, ids: list[int], prompt_length: int) -> str:
-    """Decode up to the first generated end-of-text token."""
+    """Decode from the prompt's text up to the first generated end-of-text token."""
     end = tokenizer.end_of_text
     stop = ids.index(end, prompt_length) if end in ids[prompt_length:] else len(ids)
-    return tokenizer.decode(ids[:stop])
+    return tokenizer.decode(ids[len(tokenizer.begin_of_text):stop])
 
 
 def _report(plan: ModelPlan, dist: Dist, texts: list[str], options: argparse.Namespace) -> None:

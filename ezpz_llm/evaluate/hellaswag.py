@@ -1,8 +1,9 @@
 """HellaSwag (Zellers et al. 2019, arXiv:1905.07830): choose the most likely of four endings.
 
-Scored as in reproductions of GPT-2: the tokens of the context, then those of " " + ending; only the tokens of the
-ending are scored. `acc` compares the summed negative log-likelihood of the endings, `acc_norm` the mean per token.
-lm-evaluation-harness edits the text and divides by characters, so its results differ.
+Scored as in reproductions of GPT-2: the tokens of the context + " " + ending; only the tokens after the context's
+are scored. `acc` compares the summed negative log-likelihood of the endings, `acc_norm` the mean per token. Tokens
+and `acc` equal those of lm-evaluation-harness for the same text, but its task hellaswag edits the text, and its
+acc_norm divides by characters.
 
 Shapes: N items, B sequences of a batch, T tokens.
 """
@@ -22,6 +23,7 @@ from msgspec import Struct
 
 from ezpz_llm.base import NoFile, UserError, count_noun, open_regular, parse_json
 from ezpz_llm.base.records import Whole, as_record
+from ezpz_llm.data.prompts import encode_continuation
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.backends import DEVICES
 
@@ -110,6 +112,8 @@ def _item(line: str, where: str) -> Item:
     if len(item.endings) != ENDINGS or not 0 <= item.label < ENDINGS:
         raise UserError(f"{count_noun(len(item.endings), 'ending')} with label {item.label}", where=where,
                         instead=f"{ENDINGS} endings and a label from 0 to {ENDINGS - 1}")
+    if not all(ending.strip() for ending in item.endings):
+        raise UserError("an ending is empty, so it has no likelihood", where=where, instead="remove the item")
     return item
 
 
@@ -123,11 +127,10 @@ class _Row:
 
 
 def _rows(item: Item, tokenizer: Tokenizer, block_size: int) -> list[_Row]:
-    context = tokenizer.encode(item.context)
     rows = []
     for ending in item.endings:
-        scored = tokenizer.encode(" " + ending)
-        whole = np.concatenate((context, scored)).astype(np.int64)
+        context, scored = encode_continuation(tokenizer, item.context, " " + ending)
+        whole = np.concatenate((context, scored))
         tokens = whole[-(block_size + 1):]
         # The first token cannot be predicted.
         first = max(len(tokens) - len(scored), 1)

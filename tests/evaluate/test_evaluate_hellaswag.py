@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from places import ROOT, vocab_bpe
+from small_tokenizers import FAMILIES, WORDS, own_ids, trained
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.prompts import encode_prompt
+from ezpz_llm.data.tokenizer_files import copy_files, load
 from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2
 from ezpz_llm.dist.mesh import Degrees, Mesh
+from ezpz_llm.evaluate.generation import _text
 from ezpz_llm.evaluate.hellaswag import Item, Score, _batch, _item_batches, _rows, read_items, score
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
@@ -23,6 +28,7 @@ CPU = torch.device("cpu")
 BYTES = get_tokenizer("bytes")
 SHARED = ROOT.parent / "shared/data/hellaswag_val.jsonl.gz"
 
+ENDINGS = ("language", "it's naïve", "漢字", "12345 --")
 KNOWN = [Item("a", ("xx", "yyyyyyyyy", "z", "w"), 0), Item("b", ("xx", "yyyyyyyyy", "zz", "w"), 1),
          Item("c", ("qq", "xx", "yyyyyyyyy", "zz"), 2), Item("d", ("w", "zz", "yyyyyyyyy", "xx"), 3)]
 PRICE = {ord(" "): 0.0, ord("x"): 1.0, ord("y"): 0.5, ord("z"): 3.0, ord("w"): 9.0, ord("q"): 5.0}
@@ -85,6 +91,72 @@ def test_a_leading_space_changes_the_tokens(tmp_path: Path, monkeypatch: pytest.
     assert gpt2.encode("language").tolist() != gpt2.encode(" language").tolist()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_ending_has_the_ids_that_it_has_in_the_joined_text(family: str) -> None:
+    """Llama 2's tokenizer puts a space before a text, and did so before each ending. White space at the end of a
+    context belongs to the ending, as in lm-evaluation-harness."""
+    file, begin = trained(family), [1] * (family == "Prepend and Replace")
+    for context in ("the learning rate", "x_i f(x)  ", "中文。", "3.14\n"):
+        for ending, row in zip(ENDINGS, _rows(Item(context, ENDINGS, 0), load(file), 256), strict=True):
+            assert row.tokens.tolist() == begin + own_ids(file, f"{context} {ending}")
+            assert row.first == len(begin + own_ids(file, context.rstrip()))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_begin_of_text_is_added_as_by_transformers(adds: bool, tmp_path: Path) -> None:
+    copy_files(trained("SentencePiece BPE"), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds}))
+    tokenizer = load(tmp_path / "tokenizer.model")
+    assert encode_prompt(tokenizer, "the").tolist() == [1] * adds + own_ids(tokenizer.path, "the")
+
+
+def test_generated_text_is_shown_without_begin_of_text() -> None:
+    """The prompt of `generate` starts with it, as in training of the published weights."""
+    tokenizer = load(trained("Prepend and Replace"))
+    prompt = encode_prompt(tokenizer, "the learning rate").tolist()
+    assert prompt[0] == 1
+    end = [tokenizer.end_of_text] * 2
+    assert _text(tokenizer, prompt + end, len(prompt)) == "the learning rate"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "unigram"])
+def test_picks_equal_those_of_lm_evaluation_harness(family: str, tmp_path: Path) -> None:
+    """200 items, random weights; transformers has no general class for unigram models."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    copy_files(trained(family), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_prefix_space": family != "no dummy prefix"}
+        if (tmp_path / "tokenizer.model").is_file() else {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>" if family == "Prepend and Replace" else "<|endoftext|>"}))
+    draw = random.Random(1)
+    items = [Item(" ".join(draw.choices(WORDS, k=12)),
+                  tuple(" ".join(draw.choices(WORDS, k=6)) for _ in range(4)), 0) for _ in range(200)]
+    tokenizer = load(next(tmp_path.glob("tokenizer.[jm]*")))
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=512, initializer_range=0.2)).eval()
+    harness = huggingface.HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(tmp_path), device="cpu",
+                               batch_size=16, max_length=512)
+    answers = harness.loglikelihood([Instance("loglikelihood", {}, (item.context, f" {ending}"), number)
+                                     for item in items for number, ending in enumerate(item.endings)])
+    theirs = np.array([likelihood for likelihood, _ in answers]).reshape(-1, 4).argmax(axis=1)
+    sums: list[torch.Tensor] = []
+
+    def row_losses(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = torch.nn.functional.cross_entropy(model(tokens).logits.transpose(1, 2), targets, reduction="none")
+        sums.append(losses.sum(dim=1))
+        return sums[-1]
+
+    score(row_losses, items, tokenizer, block_size=512, items_at_once=4, device=CPU, mesh=Mesh(Degrees(1), 0))
+    assert torch.cat(sums).view(-1, 4).argmin(dim=1).tolist() == theirs.tolist()
+
+
 def test_padding_does_not_change_a_score() -> None:
     model = GPT(get_model_config("tiny-llama", n_layer=1, block_size=64)).eval()
     init_weights(model, model.config, 3)
@@ -123,7 +195,8 @@ def test_an_invalid_item_is_reported_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "items.jsonl"
     for bad, message in (("{", "not a HellaSwag item"), ('{"ctx": "a"}', "endings"), ("[]", "not a HellaSwag item"),
                          (json.dumps({"ctx": "a", "endings": ["b"], "label": 0}), "1 ending with label 0"),
-                         (json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 4}), "with label 4")):
+                         (json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 4}), "with label 4"),
+                         (json.dumps({"ctx": "a", "endings": ["b", " ", "b", "b"], "label": 1}), "is empty")):
         path.write_text(f"{good}\n{bad}\n")
         with pytest.raises(UserError, match=message) as caught:
             read_items(path)

@@ -1,4 +1,4 @@
-"""Tokenizers of three families, trained when needed, and text in many scripts; nothing is downloaded."""
+"""Tokenizers of five families, trained when needed, and text in many scripts; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = ["the", "learning", "rate", "it's", "naïve", "Straße", "École", "сл
          "नमस्ते", "ไทย", "日本語", "漢字", "中文。", "한국어", "12345", "3.14", "x_i", "f(x)",
          "😀", "🏽‍♀️", "--", "…", "ｆｕｌｌ", "ﬁn"]
 SPACES = [" "] * 12 + ["  ", "\n", "\n\n", "\t", " \n  ", "\u00a0", "\u3000", "\r\n", ""]
-FAMILIES = ("byte-level BPE", "unigram", "SentencePiece BPE")
+FAMILIES = ("byte-level BPE", "unigram", "SentencePiece BPE", "no dummy prefix", "Prepend and Replace")
 
 
 def mixed_text(size: int, seed: int = 1) -> str:
@@ -59,10 +59,29 @@ def trained(family: str, tokens: int = 700) -> Path:
             special_tokens=["<pad>", "<|endoftext|>"], show_progress=False))
         made.save(str(folder / "tokenizer.json"))
         return folder / "tokenizer.json"
+    if family == "Prepend and Replace":  # Llama 2, TinyLlama and Mistral 0.1; with a begin-of-text token
+        tokenizers = pytest.importorskip("tokenizers")
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        # Train on words, so that no token spans two of them; the saved tokenizer has no pre-tokenizer.
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+        special = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
+        made.train_from_iterator(text.split("\n"), tokenizers.trainers.BpeTrainer(
+            vocab_size=tokens, special_tokens=special, limit_alphabet=200, show_progress=False))
+        made.pre_tokenizer = None
+        made.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"),
+                                                           tokenizers.normalizers.Replace(" ", "▁")])
+        made.decoder = tokenizers.decoders.Sequence([
+            tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0)])
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
+        made.save(str(folder / "tokenizer.json"))
+        return folder / "tokenizer.json"
     sentencepiece = pytest.importorskip("sentencepiece")
     # The settings of Llama (keep spaces, byte fallback) and of T5 (NFKC, collapse spaces).
-    options = {"SentencePiece BPE": {"model_type": "bpe", "byte_fallback": True, "split_digits": True,
-                                     "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    llama = {"model_type": "bpe", "byte_fallback": True, "split_digits": True,
+             "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    options = {"SentencePiece BPE": llama, "no dummy prefix": {**llama, "add_dummy_prefix": False},
                "unigram": {"model_type": "unigram"}}[family]
     content = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

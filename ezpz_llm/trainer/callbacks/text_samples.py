@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ezpz_llm.base import UserError
+from ezpz_llm.data.prompts import encode_prompt
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine.base import Engine
@@ -37,7 +38,8 @@ class TextSamples(Callback):
                      block_size=self._plan.model.block_size, vocab_size=self._data.vocab_size,
                      top_k=config.top_k or None, temperature=config.temperature)
         if context.dist.is_main:
-            text = self._data.tokenizer.decode(ids[0].tolist())
+            tokenizer = self._data.tokenizer
+            text = tokenizer.decode(ids[0, len(tokenizer.begin_of_text):].tolist())
             lines = "\n".join(f"  | {line}" for line in text.splitlines())
             context.print(f"\nsample after step {context.step}:\n{lines}\n")
 
@@ -50,9 +52,8 @@ def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
         UserError: the tokenizer cannot encode `--prompt`.
     """
     try:
-        tokens = data.tokenizer.encode("\n" if config.prompt is None else config.prompt)
+        return encode_prompt(data.tokenizer, "\n" if config.prompt is None else config.prompt)
     except UserError as error:
         if config.prompt is not None:
             raise UserError(error.found, where="--prompt", instead=error.instead) from error
-        tokens = data.first_tokens(1)
-    return tokens.astype(np.int64)
+        return data.first_tokens(1).astype(np.int64)
