@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from ezpz_llm.base import UserError, make_private, print_lines, run_command, system_text, version_text
@@ -49,8 +49,7 @@ def main(argv: Sequence[str]) -> int:
     plan = build_plan(options, os.environ)
     _check_stdin(options, len(plan.ranks))
     if options.dry_run:
-        print_lines(json_text(plan) if options.as_json else details(plan))
-        return _dry_check(plan, options)
+        return _dry_run(plan, options)
     return _exec_command(plan) if plan.is_existing_rank else _start(plan, options, argv)
 
 
@@ -152,15 +151,23 @@ def _discards_run_dir(plan: LaunchPlan, options: Options) -> bool:
     return plan.target.module in _PRINT_ONLY_COMMANDS and run_dir_of(plan.target, options.run_dir) is None
 
 
-def _dry_check(plan: LaunchPlan, options: Options) -> int:
-    """Run the command's own check, as a real run would, and return the exit code."""
-    if options.no_check or plan.is_existing_rank:
-        return 0
-    checked = _check(plan)
+def _dry_run(plan: LaunchPlan, options: Options) -> int:
+    """Run the command's own check, as a real run would, print the plan with its notes, and return the exit code."""
+    from ezpz_llm.launch.precheck import CheckOutcome
+
+    checked = CheckOutcome()
+    explains = options.explain and not options.as_json
+    try:
+        if not (options.no_check or plan.is_existing_rank):
+            checked = _check(plan)
+    finally:
+        if not explains:
+            plan = replace(plan, notes=(*plan.notes, *checked.notes))
+        print_lines(json_text(plan) if options.as_json else details(plan))
     if checked.code:
         print("launch: the command would not start: its own check failed", file=sys.stderr, flush=True)
-    elif options.explain and not options.as_json and checked.explanation:
-        print(f"\n{checked.explanation}")
+    elif explains and checked.explanation:
+        print_lines(f"\n{checked.explanation}")
     return checked.code
 
 

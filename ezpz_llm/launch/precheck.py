@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ezpz_llm.rundir.records import Launch
 
 TIMEOUT_S = 120
+_NOTE = "note: "
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class CheckOutcome:
 
     code: int = 0
     explanation: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes in the explanation."""
+        lines = self.explanation.splitlines()
+        return tuple(line.removeprefix(_NOTE) for line in lines if line.startswith(_NOTE))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(job: Job) -> int:
     env = {**os.environ, RUN_DIR_VARIABLE: str(job.run_dir.path)}
-    return check_command(job.target, job.options.launch.command, job.placement.world_size, env).code
+    checked = check_command(job.target, job.options.launch.command, job.placement.world_size, env)
+    for note in checked.notes:
+        print(f"submit: note: {note}", file=sys.stderr)
+    return checked.code
 
 
 def _claim(job: Job) -> Job:

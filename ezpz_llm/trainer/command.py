@@ -76,8 +76,9 @@ def _check(options: Options) -> CheckReport:
         changes = resume_warning(plan, read_state(find(Path(plan.config.resume))).step)
     warnings = (warning(plan, options, places), changes and f"warning: {changes}",
                 *(f"warning: {remark}" for remark in setting_warnings(plan)))
+    explanation = "\n".join((explain_plan(plan, places), *(f"note: {note}" for note in point.notes)))
     return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,
-                       batch.accumulation, explain_plan(plan, places), tuple(filter(None, warnings)))
+                       batch.accumulation, explanation, tuple(filter(None, warnings)))
 
 
 def _known_device(places: Places) -> str | None:

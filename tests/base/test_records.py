@@ -11,6 +11,7 @@ from typing import Literal
 
 import pytest
 from msgspec import Struct
+from slowness import scaled
 
 from ezpz_llm.base import UserError
 from ezpz_llm.base.records import Epoch, Ranks, Whole, as_plain, as_record
@@ -82,5 +83,5 @@ def test_a_message_begins_with_the_key_of_the_value():
 def test_the_rank_shim_and_the_plan_of_launch_do_not_import_msgspec():
     modules = "ezpz_llm.launch.shim.__main__, ezpz_llm.launch.shim.exit_record, ezpz_llm.launch.__main__"
     done = subprocess.run([sys.executable, "-c", f"import sys, {modules}; print('msgspec' in sys.modules)"],
-                          capture_output=True, text=True, check=True, timeout=120)
+                          capture_output=True, text=True, check=True, timeout=scaled(120))
     assert done.stdout.strip() == "False"

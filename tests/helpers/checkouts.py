@@ -10,6 +10,7 @@ from pathlib import Path
 
 from made_up_wheels import write_wheel
 from places import ROOT
+from slowness import scaled
 
 
 def no_network(port: int = 9) -> dict[str, str]:
@@ -40,7 +41,8 @@ class Checkout:
                 "EZPZ_PYTHON": str(self.python), **no_network(), "PIP_FIND_LINKS": str(self.wheels), **variables}
 
     def run(self, *words: str, stdin: str = "", timeout: float = 280, **variables: str):
-        return subprocess.run(self.command(*words), input=stdin, capture_output=True, text=True, timeout=timeout,
+        return subprocess.run(self.command(*words), input=stdin, capture_output=True, text=True,
+                              timeout=scaled(timeout),
                               env=self.environment(**variables), cwd=self.root.parent, check=False)
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slowness import scaled
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
@@ -47,7 +48,7 @@ def results_of(script: Path, folder: Path, runs: list[str], ranks: int) -> Resul
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(script), str(folder),
                *possible(runs)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(500), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return Results(json.loads((folder / "results.json").read_text()))
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launch_runs import captured_env, clean_env, launch
+from launch_runs import captured_env, clean_env, cpu_seconds, launch
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
@@ -207,14 +206,25 @@ def test_dry_run_of_our_own_command_runs_its_check(tmp_path: Path) -> None:
     assert json.loads(wrong.stdout)["argv"][-2:] == ["--corpus", "no-such-folder/"], "the plan is printed"
     unchecked = launch(tmp_path, "--dry-run", "--no-check", "-n", "2", *command)
     assert (unchecked.returncode, unchecked.stderr) == (0, "")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu_seconds()
     right = launch(tmp_path, "--dry-run", "-n", "2", *command[:3])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = cpu_seconds() - before
     assert (right.returncode, right.stderr) == (0, "")
     assert right.stdout.splitlines()[-1].lstrip().startswith("1 "), "the plan, and nothing of the check"
-    # Processor time, which does not depend on the load.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.2
+    assert took < scaled(1.2)
     assert not list(tmp_path.iterdir())
+
+
+def test_notes_of_the_check_are_part_of_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 1}}')
+    words = ("-n", "2", sys.executable, "-m", "ezpz_llm.train", "--ds-config", "mine.json")
+    start = "mine.json has no bf16 or fp16 block"
+    text = launch(tmp_path, "--dry-run", *words).stdout
+    assert [line.split()[0] for line in text.splitlines() if start in line] == ["note"]
+    assert text.index(start) < text.index("environment changes")
+    notes = json.loads(launch(tmp_path, "--dry-run", "--json", *words).stdout)["notes"]
+    assert [note for note in notes if note.startswith(start)]
+    assert launch(tmp_path, "--dry-run", "--explain", *words).stdout.count(start) == 1
 
 
 def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
