@@ -100,7 +100,7 @@ def _describe(error: Any, axes: dict[str, Any]) -> str:
 def _not_typed(layout: Layout) -> Iterator[str]:
     """Yield the parts of a layout's program that the types do not cover."""
     if layout.engine == "ddp":
-        yield "torch's reduction of fp32 gradients (its group is checked; bf16's is ezpz_llm's, and checked)"
+        yield "the reduction of fp32 gradients (its group is checked, and all of its class in bf16)"
     elif layout.engine == "fsdp2":
         yield "torch's gathers of parameters and reduction of gradients (their groups are checked)"
     else:

@@ -118,8 +118,9 @@ class DeepSpeedEngine(MicroStepEngine):
 
     @property
     def gradient_groups(self) -> tuple[ProcessGroup | None, ...]:
-        """The data-parallel ranks, for stages with partitioned gradients."""
-        return (self._mesh.group("dp", "sp"),) if self.layout.zero.stage else ()
+        """The data-parallel ranks, if there are several, for stages with partitioned gradients."""
+        is_partitioned = self.layout.zero.stage and self._mesh.size("dp", "sp") > 1
+        return (self._mesh.group("dp", "sp"),) if is_partitioned else ()
 
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield this rank's elements of the gradients, without a dimension if partitioned."""

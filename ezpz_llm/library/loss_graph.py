@@ -15,7 +15,7 @@ from ezpz_llm.base import UserError
 def leaves(loss: Tensor) -> list[Tensor]:
     """Return the tensors that a backward pass from the loss computes gradients of.
 
-    Parameters of reentrant checkpoints and parameters that fully_shard has freed are not among them.
+    Parameters of reentrant checkpoints are not among them.
     """
     found, seen, nodes = [], set(), [loss.grad_fn]
     while nodes:
@@ -24,7 +24,7 @@ def leaves(loss: Tensor) -> list[Tensor]:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
-        if leaf is not None and leaf.untyped_storage().size():
+        if leaf is not None:
             found.append(leaf)
         nodes += [following for following, _ in node.next_functions]
     return found

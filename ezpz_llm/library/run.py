@@ -156,6 +156,8 @@ class Run:
         if self.metrics is None:
             self.metrics = self._open()
         self.step_clock.end(step - self.step, is_first=is_first)
+        if is_first:  # building and wrapping the model
+            self.clock.add_rest("set-up")
         # Tensor-parallel ranks process the same tokens: count them once.
         share = tokens if tokens is None else tokens / self.mesh.tp_size
         self.metrics.record(step, loss, norm, None, tokens=share)

@@ -7,6 +7,8 @@ what a script writes to it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist.private_names import plain_functions
+from ezpz_llm.model.parameters import placement_of, whole_box
 
 _SIZES = {"shape", "size", "numel", "dim", "ndim", "__len__", "stride", "nbytes"}
 """Attributes and methods that return those of the whole parameter."""
@@ -26,16 +29,37 @@ _WITHOUT_VALUES = {
     "is_cpu", "is_nested", "is_quantized", "_is_view"}
 """Attributes and methods that do not read or write values."""
 _OF_LAYOUTS = ("ezpz_llm.", "deepspeed.", "torch.distributed.fsdp.", "torch.distributed.tensor.",
-               "torch.distributed._composable.")
-"""Packages that may use shards."""
+               "torch.distributed._composable.", "torch.nn.modules.linear.")
+"""Packages and modules that may use shards. A linear layer under tensor parallelism has one during a pass."""
 
 
 def guard(module: nn.Module, layout: str) -> None:
     """Make operations of a script on the values of sharded parameters raise a UserError."""
     for name, parameter in module.named_parameters():
-        guarded = _ShardOfTorch if isinstance(parameter, DTensor) else _ShardOfDeepSpeed
-        parameter.__class__ = guarded
+        placement = placement_of(name, parameter)
+        is_divided = placement.boxes != (whole_box(placement.shape),)
+        if isinstance(parameter, DTensor):
+            parameter.__class__ = _ShardOfTorch
+        elif hasattr(parameter, "ds_status"):
+            parameter.__class__ = _ShardOfDeepSpeed
+        elif is_divided:
+            parameter.__class__ = _ShardOfLayer
         parameter.ezpz_shard = f"the parameter {name}, which the layout {layout} shards over ranks"
+        parameter.ezpz_shape = torch.Size(placement.shape)
+        parameter.ezpz_is_divided = is_divided
+
+
+@contextmanager
+def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Make shards of layers plain parameters in this context, for an optimizer's faster steps."""
+    shards = [parameter for parameter in parameters if isinstance(parameter, _ShardOfLayer)]
+    for parameter in shards:
+        parameter.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        for parameter in shards:
+            parameter.__class__ = _ShardOfLayer
 
 
 def _function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,9 +68,9 @@ def _function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
             for parameter in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(parameter, _ShardOfTorch | _ShardOfDeepSpeed) and parameter.is_partial():
+                if isinstance(parameter, _SHARDS) and parameter.is_partial():
                     if name in _SIZES:
-                        return func(torch.empty(parameter.whole_shape(), device="meta", dtype=parameter.dtype),
+                        return func(torch.empty(parameter.ezpz_shape, device="meta", dtype=parameter.dtype),
                                     *args[1:], **kwargs)
                     raise UserError(f"{name} of {parameter.ezpz_shard}", where="the training loop",
                                     instead="with model.gathered(): … on every rank, with the parameters of "
@@ -64,10 +88,6 @@ class _ShardOfTorch(DTensor):
         """Return True: also the shard of a single rank is not a plain tensor."""
         return True
 
-    def whole_shape(self) -> torch.Size:
-        """Return the shape of the whole parameter."""
-        return self.shape
-
 
 class _ShardOfDeepSpeed(nn.Parameter):
     """Parameter that ZeRO-3 partitions, and gathers for passes."""
@@ -75,12 +95,21 @@ class _ShardOfDeepSpeed(nn.Parameter):
     __torch_function__ = classmethod(_function)
 
     def is_partial(self) -> bool:
-        """Return True if the parameter is not gathered."""
-        return self.ds_status.name != "AVAILABLE"
+        """Return True if the parameter is not gathered, or only over the ranks with the same part of a layer."""
+        return self.ezpz_is_divided or self.ds_status.name != "AVAILABLE"
 
-    def whole_shape(self) -> torch.Size:
-        """Return the shape of the whole parameter."""
-        return self.ds_shape
+
+class _ShardOfLayer(nn.Parameter):
+    """Part of a layer's parameter that a rank has under tensor parallelism."""
+
+    __torch_function__ = classmethod(_function)
+
+    def is_partial(self) -> bool:
+        """Return True: a rank never has the other parts."""
+        return True
+
+
+_SHARDS = (_ShardOfTorch, _ShardOfDeepSpeed, _ShardOfLayer)
 
 
 def _name_of(function: Any) -> str:

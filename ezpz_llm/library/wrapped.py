@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from ezpz_llm.library.parameter_hooks import ParameterHooks
 from ezpz_llm.library.parameter_use import ParameterUse
 from ezpz_llm.library.replicas import check_data_parallel, check_tensor_parallel, is_compared
 from ezpz_llm.library.run import Run
+from ezpz_llm.library.sharded_parameter import unguarded
 from ezpz_llm.library.visible_gradients import VisibleGradients, zero_in_place
 from ezpz_llm.library.whole_parameters import require_all_ranks, whole_parameters
 
@@ -74,13 +76,16 @@ class Wrapped:
         self._keeps_zeros = False
         self._is_first_step = True
         self._is_cleared = False
-        self._has_other_leaves = False
         self._whole = WholeState()
         self._known = KnownParameters(self.module)
         cast_inputs(self.module, dtype)
         guard_methods(self, engine.layout.name, self._whole, is_sharded=gathers or run.mesh.tp_size > 1)
         _LIVE.add(self)
-        weakref.finalize(self, engine.release).atexit = False
+
+    def __del__(self) -> None:
+        # Not weakref.finalize, which would keep the engine, and so objects of the script that refer to this one.
+        if "_engine" in self.__dict__ and not sys.is_finalizing():
+            self._engine.release()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the model, in training or, under `torch.no_grad()`, in evaluation. Collective.
@@ -215,25 +220,27 @@ class Wrapped:
             UserError: the loss depends on a parameter of a model that is not wrapped.
         """
         others = [model for model in _LIVE if model is not self]
-        other_leaves: list[Tensor] = []
-        if self._is_first_step or (others and self._has_other_leaves):
-            wrapped = {parameter for model in _LIVE for parameter in model.module.parameters()}
-            other_leaves = [leaf for leaf in leaves(loss) if leaf not in wrapped]
-            self._has_other_leaves = bool(other_leaves)
-        for leaf in other_leaves:
+        if not others and not self._is_first_step:
+            return loss
+        found = leaves(loss)
+        theirs = {parameter for model in others for parameter in model.module.parameters()}
+        wrapped = theirs.union(self.module.parameters())
+        # What fully_shard has gathered, and freed, is not among the parameters of its module.
+        not_wrapped = [leaf for leaf in found if leaf not in wrapped and leaf.untyped_storage().size()]
+        for leaf in not_wrapped:
             if isinstance(leaf, nn.Parameter) and self._ranks > 1:
                 raise UserError(f"the loss depends on a parameter of shape {tuple(leaf.shape)} that is not in a "
                                 "wrapped model, so that its gradient would not be averaged over ranks",
                                 where="Wrapped.backward", instead="a module with both models in wrap, or detach()")
-        if not others:
-            return loss
-        if not self._has_hooks:  # gathered parameters are not those of the module
+        if not self._has_hooks:
             for model in others:
                 stack.enter_context(kept_gradients(list(model._trained.values())))
                 stack.enter_context(model._use.open())
             return loss
+        if theirs.isdisjoint(found):
+            return loss
         return restricted(loss, [parameter for parameter in self._trained.values() if parameter.requires_grad]
-                          + other_leaves)
+                          + not_wrapped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients since the last step, and begin the step again. `step` discards them, too."""
@@ -300,7 +307,7 @@ class Wrapped:
         if self._is_cleared:
             self._is_cleared = False
             return torch.zeros((), device=self._run.device)
-        with self._groups.stepping(), self._run.span("optimizer"):
+        with self._groups.stepping(), unguarded(self._trained.values()), self._run.span("optimizer"):
             self._state.adopt_parameters()
             self.grad_norm = self._engine.step(None)
             running_statistics.average(self.module, self._run.mesh)

@@ -123,7 +123,7 @@ def wrap_in(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ds_con
     named = dict(model.named_parameters())
     groups.show([[named[name] for name in group] for group in names],
                 part=[resolved.layout.name, run.rank, run.world_size])
-    if resolved.layout.shard_stage() == 3:
+    if resolved.layout.shard_stage() == 3 or resolved.layout.tp > 1:
         guard_shards(model, resolved.layout.name)
     wrapped = Wrapped(run, engine, optimizer, groups, parameter_dtype(resolved.precision))
     run.models.add(wrapped)

@@ -34,7 +34,7 @@ LIMIT_S = 20
 def ds_config(layout: str, precision: str, folder: Path) -> str:
     """Return a ds_config of the layout in the precision."""
     stored = json.loads(Path(f"{Path(ezpz_llm.__file__).parent.parent}/ds_configs/{layout}.json").read_text())
-    if layout == "zero3":  # also partition the small parameters of these models
+    if layout.endswith("zero3"):  # also partition the small parameters of these models
         stored["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     if precision == "bf16":
         stored["bf16"] = {"enabled": True}

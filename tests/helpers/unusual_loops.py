@@ -375,11 +375,14 @@ def adversarial_inputs_with_two_models(session: Session) -> Any:
 
 @loop(right=True)
 def reentrant_checkpointing_in_folds(session: Session) -> Any:
+    """Models of all folds are kept, for an ensemble."""
+    models = []
     for fold in range(3):
         net = made(Reentrant, seed=fold)
         model = session.wrap(net, sgd(net))
         train(session, model, range(fold, fold + 3))
-    return model
+        models.append(model)
+    return tuple(models)
 
 
 # Other models

@@ -72,6 +72,8 @@ for layout in ("ddp", "zero1", "zero2", "fsdp2"):
     for fold in range(5):
         module = nn.Linear(4, 4)
         model = ezpz_llm.wrap(module, torch.optim.AdamW(module.parameters()), layout)
+        if layout in ("ddp", "fsdp2"):
+            model.optimizer.register_step_post_hook(lambda *_, model=model: model.lr)
         model.backward(model(torch.ones(2, 4)).mean())
         model.step()
         modules.append(weakref.ref(module))

@@ -17,7 +17,7 @@ from unusual_loops import LOOPS
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 PRECISIONS = ("fp32", "bf16")
 CELLS = [*((layout, precision, ranks) for layout in LAYOUTS for precision in PRECISIONS for ranks in (1, 2)),
-         ("tp2", "fp32", 2)]
+         ("tp2", "fp32", 2), ("tp2_zero1", "bf16", 2), ("tp2_zero1", "fp32", 4), ("tp2_zero3", "fp32", 2)]
 """Launches. tp2 uses stage 0, which does not support bf16."""
 BOUND = {"fp32": 1e-6, "bf16": 0.02}
 """Bound on the error of each parameter relative to its norm, or to 0.1 if the norm is smaller.
