@@ -103,7 +103,7 @@ def read_text(path: Path, most: int = MAX_BYTES, errors: str = "strict") -> str:
 
 def read_json(path: Path, most: int = MAX_BYTES) -> Any:
     """Return the content of a JSON file. Raises the errors of `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(path, most), str(path))
+    return parse_json(read_bytes(path, most), str(path), most)
 
 
 def read_commented_json(path: Path, most: int = 1 << 20) -> Any:

@@ -103,7 +103,8 @@ def compare(certificate: Certificate, here: CertificateRecord) -> tuple[bool, st
         rerun = again.get(result.key)
         if rerun is None or not rerun.passed:
             reason = here.refused.why if here.refused else "it did not run on this machine"
-            lines.append(f"{' '.join(map(str, result.key))}: {(rerun.failures if rerun else [reason])[0]}")
+            reasons = [reason] if rerun is None else rerun.failures or ["it failed without a reason"]
+            lines.append(f"{' '.join(map(str, result.key))}: {reasons[0]}")
     holds = not lines
     differences = [abs(a - b) for result in original.results if result.key in again
                    for a, b in zip(result.losses, again[result.key].losses, strict=False)

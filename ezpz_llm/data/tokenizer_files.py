@@ -265,7 +265,9 @@ class _JsonTokenizer(FileTokenizer):
         tokenizers = import_package("tokenizers", f"the tokenizer in {path.name}", "tokenizers", str(path))
         try:
             self._inner = tokenizers.Tokenizer.from_str(read_bytes(path, _MAX_BYTES).decode())
-        except Exception as error:  # the library raises no more specific type
+        except BaseException as error:  # no more specific type; a panic of Rust is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UserError(f"the library tokenizers cannot read this file: {error}", where=str(path),
                             instead="if a newer version wrote it: pip install -U tokenizers") from error
         self._inner.no_truncation()

@@ -134,7 +134,8 @@ class ModelConfig:
                             "dimensions", where="model", instead="use an even n_embd/n_head or an even head_dim")
 
     def _default_head_dim(self) -> int:
-        if not all(type(count) is int and count > 0 for count in (self.n_embd, self.n_head)):
+        if not all(type(count := getattr(self, name)) is int and 0 < count <= _COUNTS[name]
+                   for name in ("n_embd", "n_head")):
             return 0  # the checks that follow report the invalid value
         if self.n_embd % self.n_head:
             raise UserError(f"width {self.n_embd} is not a multiple of {self.n_head} heads", where="model",

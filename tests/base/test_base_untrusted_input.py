@@ -106,6 +106,10 @@ def test_file_size_is_limited(file):
     assert len(untrusted_input.read_bytes(file(b"x" * 1024), 1024)) == 1024
     with pytest.raises(UserError, match="larger than"):
         untrusted_input.read_bytes(Path("/proc/self/environ"), 1)  # its size reads as 0
+    large = file(b'["' + b"x" * untrusted_input.MAX_BYTES + b'"]')
+    assert len(untrusted_input.read_json(large, 2 * untrusted_input.MAX_BYTES)[0]) == untrusted_input.MAX_BYTES
+    with pytest.raises(UserError, match="larger than 16 MiB"):
+        untrusted_input.read_json(large)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -17,10 +17,12 @@ from rank_jobs import results_of
 from slowness import scaled
 
 from ezpz_llm.base import UserError
+from ezpz_llm.base.records import as_record
 from ezpz_llm.base.untrusted_input import read_bytes
 from ezpz_llm.certify import command as certify_main, target_file
 from ezpz_llm.certify.cases import parser, plan
-from ezpz_llm.certify.recheck import read_certificate
+from ezpz_llm.certify.recheck import compare, read_certificate
+from ezpz_llm.certify.records import CertificateRecord
 from ezpz_llm.certify.target_file import LAYOUTS, find_target, load
 
 pytestmark = pytest.mark.timeout(900)
@@ -225,6 +227,15 @@ def test_an_invalid_certificate_is_rejected(tmp_path: Path, change: dict, messag
     with pytest.raises(UserError) as error:
         read_certificate(path)
     assert message in f"{error.value.found} {error.value.where}"
+
+
+def test_a_case_that_failed_without_a_reason_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text(json.dumps(KEPT))
+    here = as_record(CertificateRecord, {**KEPT, "results": [{**KEPT["results"][0], "passed": False}]}, "here")
+    holds, text = compare(read_certificate(path), here)
+    assert not holds
+    assert "it failed without a reason" in text
 
 
 def test_a_target_file_that_others_can_write_is_not_run(tmp_path: Path) -> None:

@@ -182,9 +182,12 @@ def test_files_without_a_tokenizer_are_rejected(tmp_path: Path) -> None:
             check_corpus(str(tmp_path / "a.txt"), str(tmp_path / name))
         assert str(tmp_path / name) in str(caught.value)
         assert "SentencePiece *.model" in caught.value.instead
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Odd", "vocab": {"a": 0}}}')
-    with pytest.raises(UserError, match="the library tokenizers cannot read this"):
-        prepare(str(tmp_path / "a.txt"), str(tmp_path), progress=False)
+    panics = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]],
+              "continuing_subword_prefix": "####"}  # longer than "b", which the library does not check
+    for model in ({"type": "Odd", "vocab": {"a": 0}}, panics):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+        with pytest.raises(UserError, match="the library tokenizers cannot read this"):
+            prepare(str(tmp_path / "a.txt"), str(tmp_path), progress=False)
     assert not list((tmp_path / "cache").rglob("*.bin"))
 
 

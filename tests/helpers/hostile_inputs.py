@@ -194,7 +194,9 @@ def _read_input(name: str, seed: int, number: int, folder: Path, counts: Counts,
     except MemoryError:
         counts.out_of_memory += 1
         counts.examples.append(f"{name} {number}: memory")
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also a panic of a library in Rust
         if shows:
             traceback.print_exc()
         counts.tracebacks += 1

@@ -93,6 +93,7 @@ def test_derived_fields_follow_overrides():
     ("tiny-llama", {"n_embd": 132, "n_head": 4}, ["33 dimensions", "even"]),
     ("tiny-gpt2", {"dropout": 1.0}, ["dropout is 1.0"]),
     ("tiny-gpt2", {"n_layer": 0}, ["n_layer is 0"]),
+    ("tiny-gpt2", {"n_embd": 10**12 + 1}, ["n_embd is 1000000000001", "at most 1,048,576"]),
     ("tiny-gpt2", {"block_size": 2.5}, ["block_size is 2.5"]),
     ("tiny-gpt2", {"norm": "layer-norm"}, ["norm of a model", "layernorm"]),
 ])
