@@ -57,6 +57,12 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return checkpoints / name if _NAME.fullmatch(name) else None
 
 
+def point_latest(folder: Path) -> None:
+    """Let `latest` name a checkpoint of its run, unless the folder has another name, as while it is replaced."""
+    if _NAME.fullmatch(folder.name) and latest_checkpoint(folder.parent) != folder:
+        write_atomic(folder.parent / LATEST, folder.name + "\n")
+
+
 def start_partial(checkpoints: Path, step: int) -> Path:
     """Create an empty folder to write into, and remove incomplete checkpoints of killed runs."""
     checkpoints.mkdir(parents=True, exist_ok=True)
@@ -106,7 +112,7 @@ def _flush(folder: Path) -> None:
 
 FORMAT = 1
 """Version of the file format; increased when older readers would misread the files."""
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 256 << 20
 """Size limit of a JSON file; the index takes about 100 bytes per piece of a parameter, for thousands of ranks."""
 
 
@@ -219,7 +225,7 @@ def damaged_error(folder: Path, problem: str) -> DamagedCheckpointError:
     """Return the error for a damaged checkpoint; the advice names the run's newest other checkpoint, if any."""
     others = [path for path in complete_checkpoints(folder.parent) if path.name != folder.name]
     return DamagedCheckpointError(f"the checkpoint is damaged: {problem}", where=str(folder),
-                     instead=f"--resume {others[-1]}" if others else None)
+                     instead=f"use {others[-1]}, the run's newest other checkpoint" if others else None)
 
 
 def all_damaged_error(errors: Sequence[DamagedCheckpointError]) -> DamagedCheckpointError:
@@ -230,4 +236,4 @@ def all_damaged_error(errors: Sequence[DamagedCheckpointError]) -> DamagedCheckp
     return DamagedCheckpointError(
         f"all {len(errors)} checkpoints are damaged ({names}); the newest: {errors[0].found}",
         where=str(Path(str(errors[0].where)).parent),
-        instead="restore an intact step-… folder from a backup, or start a new run in another --run-dir")
+        instead="restore an intact step-… folder from a backup, or start a new run in another run directory")

@@ -13,6 +13,7 @@ from typing import Any
 from ezpz_llm.base import UserError, is_own, shorten_value, user_path
 from ezpz_llm.checkpoint.retention import find, has_checkpoint
 from ezpz_llm.checkpoint.state import read_state
+from ezpz_llm.hf.source import find_checkpoint
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import DEFAULT, FROM_DS_CONFIG, Origin, ValueSource, read_sources
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
@@ -78,7 +79,7 @@ def find_resume_point(options: Options) -> ResumePoint:
         check_origin(checkpoint_folder, read_state(checkpoint_folder))
     if not is_saved and config.resume != AUTO:
         if Path(target) != run.path or not run.record.exists():
-            find(target)  # raises an error that describes the problem
+            find_checkpoint(Path(target), "--resume")  # raises an error that describes the problem
         if record.config is None:
             raise UserError(f"the run in {target} ended before it recorded its settings", where="--resume",
                             instead="repeat the command that started that run")

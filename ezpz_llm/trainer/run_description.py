@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-import psutil
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ezpz_llm.base import count_noun, print_lines
 from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.base.memory_groups import usable_memory
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import reading_notes
@@ -117,7 +117,8 @@ def _tokenizer_warnings(plan: RunPlan, data: TokenData) -> list[str]:
 def _memory_warnings(plan: RunPlan, dist: Dist) -> list[str]:
     if dist.device.type != "cpu":
         return []
-    text = memory_warning(plan, dist.world_size, dist.info.local_size, psutil.virtual_memory().total)
+    node_bytes, _ = usable_memory()
+    text = memory_warning(plan, dist.world_size, dist.info.local_size, node_bytes) if node_bytes else None
     return [] if text is None else [text]
 
 

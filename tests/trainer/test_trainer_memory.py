@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from ezpz_llm.trainer import run_description
 from ezpz_llm.trainer.memory_estimate import memory_warning
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
@@ -45,6 +48,15 @@ def test_suggested_options_fit(words: str, gigabytes: float, options: str) -> No
     assert warning_for(f"{words} {match[2]}", gigabytes) is None
     longer = re.sub(r"--block-size (\d+)", lambda size: f"--block-size {2 * int(size[1])}", match[2])
     assert longer == match[2] or warning_for(f"{words} {longer}", gigabytes) is not None
+
+
+def test_the_memory_of_a_node_is_that_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_run(parse(["--model", "gpt2-124m", "--precision", "fp32", "--device", "cpu"]), 2, device="cpu")
+    dist = SimpleNamespace(device=torch.device("cpu"), world_size=2, info=SimpleNamespace(local_size=2))
+    monkeypatch.setattr(run_description, "usable_memory", lambda: (2 * 10**9, 10**9))
+    assert "which has 2 GB" in run_description._memory_warnings(plan, dist)[0]
+    monkeypatch.setattr(run_description, "usable_memory", lambda: (0, 0))
+    assert run_description._memory_warnings(plan, dist) == []
 
 
 def test_a_model_that_never_fits_needs_another_layout() -> None:

@@ -207,7 +207,7 @@ def test_only_a_run_directory_with_settings_starts_over(train, tmp_path):
     assert train(*SMALL, "--ds-config", "ddp", "--steps", "1", "--run-dir", run_dir)[0] == 0
     with pytest.raises(UserError, match="no run directory or checkpoint at") as caught:
         find_resume_point(parse(["--resume", str(run_dir / "checkpoints/step-00000002")]))
-    assert "step-00000001" in caught.value.instead
+    assert (caught.value.where, "step-00000001" in caught.value.instead) == ("--resume", True)
     update_record(RunDir(tmp_path / "killed").create(), launch={"typed": ["launch", "train"]})
     with pytest.raises(UserError, match="killed ended before it recorded its settings"):
         find_resume_point(parse(["--resume", str(tmp_path / "killed")]))
