@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def _check(job: Job) -> int:
     env = {**os.environ, RUN_DIR_VARIABLE: str(job.run_dir.path)}
     checked = check_command(job.target, job.options.launch.command, job.placement.world_size, env)
-    for note in checked.notes:
+    for note in (*job.notes, *checked.notes):
         print(f"submit: note: {note}", file=sys.stderr)
     return checked.code
 

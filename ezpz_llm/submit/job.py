@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -53,7 +54,16 @@ class Job:
         return Request(name=options.name or self.target.name, nodes=options.nodes, time_s=options.time_s,
                        output=self.run_dir.path / "logs", account=options.account, queue=self.queue,
                        reservation=options.reservation, requeue=options.requeue,
-                       devices=self.site.devices_per_host)
+                       gpus_per_node=None if self.site.devices_per_host else options.gpus_per_node)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Note if the job would get no accelerators because nothing says how many a node has."""
+        if self.site.name != Site().name or self.options.gpus_per_node or any(
+                re.search("gpu|gres", directive) for directive in self.options.directives):
+            return ()
+        return ("no site file describes the nodes, so the script requests no GPUs: if they have some, pass "
+                "--gpus-per-node N or --site S",)
 
 
 def plan_job(options: Options, env: Mapping[str, str]) -> Job:
@@ -66,6 +76,10 @@ def plan_job(options: Options, env: Mapping[str, str]) -> Job:
         raise UserError("the command has a secret in it, which the job script would store",
                         where="the command to submit", instead="set it in the environment, or read it from a file")
     site = _site(options, env)
+    if options.gpus_per_node and site.devices_per_host not in (None, options.gpus_per_node):
+        raise UserError(f"the nodes of site {site.name} have {site.devices_per_host} devices, and a job gets all",
+                        where=f"--gpus-per-node {options.gpus_per_node}",
+                        instead="launch --ppn N for fewer ranks, or --site generic")
     scheduler = _scheduler(site, options.scheduler, env)
     queue = options.queue
     if not options.reservation:
@@ -117,7 +131,9 @@ def _chosen_run_dir(options: Options, target: Target) -> Path | None:
 def _placement(options: Options, site: Site) -> Placement:
     launch = options.launch
     hosts = tuple(Node(f"node{number}") for number in range(1, options.nodes + 1))
-    devices = Devices(tuple(map(str, range(site.devices_per_host or 0))), f"site {site.name}")
+    count, source = ((options.gpus_per_node, "--gpus-per-node") if options.gpus_per_node else
+                     (site.devices_per_host or 0, f"site {site.name}"))
+    devices = Devices(tuple(map(str, range(count))), source)
     job = Allocation(local.NAME, None, hosts, None, source=f"submit --nodes {options.nodes}")
     selected = select_nodes(job, launch.nodes, launch.hosts, launch.hostfile)
     return place_ranks(selected, devices, launch.ranks, launch.per_host)
@@ -162,7 +178,7 @@ def _values(job: Job) -> dict[str, str | None]:
     return {"nodes": str(request.nodes), "time": job.scheduler.time_limit(request.time_s),
             "account": request.account, "queue": request.queue,
             "reservation": request.reservation,
-            "devices": None if request.devices is None else str(request.devices)}
+            "devices": None if job.site.devices_per_host is None else str(job.site.devices_per_host)}
 
 
 def _setup(job: Job) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ezpz_llm.base import MAX_NODES, MAX_REPEATS, MAX_SECONDS, UserError
 from ezpz_llm.base.command_parser import examples, typed_name, wrap_paragraph
+from ezpz_llm.base.schema import MAX_RANKS_PER_NODE
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
@@ -72,6 +73,7 @@ class Options:
     launch: LaunchOptions = field(default_factory=LaunchOptions)
     is_study: bool = False
     nodes: int = 0
+    gpus_per_node: int | None = None
     time_s: int = 0
     site: str | None = None
     scheduler: str | None = None
@@ -108,6 +110,8 @@ def _directive(text: str) -> str:
 
 _OPTIONS = (
     Option(("--nodes",), "nodes", "number of nodes", "N", whole(1, MAX_NODES)),
+    Option(("--gpus-per-node",), "gpus_per_node", "accelerators to request per node (default: the site's number)",
+           "N", whole(1, MAX_RANKS_PER_NODE)),
     Option(("--time",), "time_s", f"time limit: {ACCEPTED}", "T", read_duration),
     Option(("--site",), "site", "description of the machine: a name (polaris, frontier, …) or a TOML file", "S"),
     Option(("--scheduler",), "scheduler", "scheduler: slurm, pbs, flux, lsf (default: the site's, else the first"

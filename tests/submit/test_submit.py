@@ -49,8 +49,37 @@ def submit(cwd: Path, *words: str, path: Path | None = None, bare: bool = False,
 
 def request(**changes: object) -> Request:
     values: dict = {"name": "train", "nodes": 4, "time_s": 3600, "output": Path("/home/user/run/logs"),
-                    "account": None, "queue": None, "reservation": None, "requeue": False, "devices": None}
+                    "account": None, "queue": None, "reservation": None, "requeue": False, "gpus_per_node": None}
     return Request(**(values | changes))
+
+
+@pytest.mark.parametrize(("name", "line"), [
+    ("slurm", "#SBATCH --gpus-per-node=4"), ("pbs", "#PBS -l select=2:ngpus=4"),
+    ("lsf", '#BSUB -gpu "num=4/host"'), ("flux", "#flux: --exclusive")])
+def test_without_a_site_gpus_are_requested_by_option_and_missed_in_a_note(tmp_path: Path, name: str,
+                                                                          line: str) -> None:
+    words = ("--nodes", "2", "--time", "1h", "--dry-run", "--scheduler", name)
+    command = ("--", "launch", "python3", "-m", "ezpz_llm.train")
+    plain = submit(tmp_path, *words, *command)
+    assert plain.returncode == 0, plain.stderr
+    assert "note: no site file describes the nodes, so the script requests no GPUs" in plain.stderr
+    assert "# ranks      2 " in plain.stdout
+    with_gpus = submit(tmp_path, *words, "--gpus-per-node", "4", *command)
+    assert (with_gpus.returncode, with_gpus.stderr) == (0, "")
+    assert line in with_gpus.stdout.splitlines()
+    assert "# ranks      8 " in with_gpus.stdout
+    assert submit(tmp_path, *words, "--directive=--gres=gpu:4", *command).stderr == ""
+
+
+def test_gpus_of_a_site_are_not_requested_twice(tmp_path: Path) -> None:
+    words = ("--nodes", "2", "--time", "1h", "--dry-run", "--site", "perlmutter", "--account", "a",
+             "--gpus-per-node")
+    done = submit(tmp_path, *words, "4", "--", "launch", "hostname")
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("#SBATCH --gpus")]) == 1
+    other = submit(tmp_path, *words, "3", "--", "launch", "hostname")
+    assert other.returncode == 2
+    assert "the nodes of site perlmutter have 4 devices" in other.stderr
 
 
 @pytest.mark.parametrize(("text", "seconds"), [

@@ -156,7 +156,8 @@ class LsfScheduler(BatchScheduler):
                    f"-W {self.time_limit(request.time_s)}", f"-o {request.output}/job-%J.log",
                    "-r" if request.requeue else "-rn"]
         options += [f"{option} {value}" for option, value in (
-            ("-P", request.account), ("-q", request.queue), ("-U", request.reservation)) if value]
+            ("-P", request.account), ("-q", request.queue), ("-U", request.reservation),
+            ("-gpu", request.gpus_per_node and f'"num={request.gpus_per_node}/host"')) if value]
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:

@@ -187,7 +187,7 @@ class PbsScheduler(BatchScheduler):
             # PBS uses the user's login shell by default.
             "-S /bin/bash",
             f"-N {request.name}",
-            f"-l select={request.nodes}",
+            f"-l select={request.nodes}" + (f":ngpus={request.gpus_per_node}" if request.gpus_per_node else ""),
             "-l place=scatter:excl",
             f"-l walltime={clock(request.time_s)}",
             # stdout and stderr in one file, written while the job runs instead of at its end.

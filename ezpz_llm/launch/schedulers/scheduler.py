@@ -98,7 +98,8 @@ class Request:
     Attributes:
         time_s: time limit in seconds.
         output: folder for the job's output file.
-        devices: accelerators per node; None if the site file does not say.
+        gpus_per_node: accelerators per node that submit's own directives request; None if the site's directives do,
+            or if nothing requests them.
     """
 
     name: str
@@ -109,7 +110,7 @@ class Request:
     queue: str | None
     reservation: str | None
     requeue: bool
-    devices: int | None
+    gpus_per_node: int | None
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ class SlurmScheduler(BatchScheduler):
         ]
         options += [f"--{option}={value}" for option, value in (
             ("account", request.account), ("partition", request.queue),
-            ("reservation", request.reservation)) if value]
+            ("reservation", request.reservation), ("gpus-per-node", request.gpus_per_node)) if value]
         return [f"{self.DIRECTIVE} {word}" for word in options]
 
     def subjects(self, line: str) -> set[str]:
