@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
@@ -87,6 +87,22 @@ def _ranked(candidates: list[_Candidate], wall: Mapping[str, float]) -> list[Cau
     causes = [Cause(kind, text, seconds, seconds / run_s, tuple(advice))
               for kind, text, seconds, advice in candidates if seconds > 0]
     return sorted(causes, key=lambda cause: -cause.seconds)
+
+
+def limit_to_run(causes: Sequence[Cause]) -> list[Cause]:
+    """Limit the causes, the most expensive first, so that their shares add up to at most 100 %.
+
+    Causes can overlap: a step that waits for data may also be a pause. Each keeps only the time that larger ones
+    leave.
+    """
+    limited: list[Cause] = []
+    left = 1.0
+    for cause in causes:
+        if (share := min(cause.share, left)) > 0:
+            limited.append(replace(cause, share=share, seconds=cause.seconds * share / cause.share))
+            left -= share
+    assert sum(cause.share for cause in limited) <= 1 + 1e-9
+    return limited
 
 
 def phase_causes(phases: Mapping[str, float], steps: int, wall: Mapping[str, float]) -> list[Cause]:

@@ -12,6 +12,7 @@ from ezpz_llm.base import UserError, as_type
 from ezpz_llm.explain.causes import (
     Cause,
     is_compile_unavailable,
+    limit_to_run,
     phase_causes,
     rank_causes,
     rank_causes_of_own_program,
@@ -45,7 +46,8 @@ def crosschecks(run_dir: Path, split: Split | None) -> dict[str, Any]:
         rank = split.ranks[0]
         if logged := sum(entry["count"] for entry in (rank.notes.get("deepspeed") or {}).values()):
             issued = sum(exposed.count for exposed in rank.exposed) / rank.steps
-            checks["collectives"] = {"logged": logged, "issued": issued}
+            if logged <= issued:  # DeepSpeed also logs collectives of groups of one rank
+                checks["collectives"] = {"logged": logged, "issued": issued}
         if flops := rank.notes.get("flops"):
             checks["flops"] = {**flops, "ratio": flops["deepspeed"] / flops["ours"]}
     path = RunDir(run_dir).profile / "host.json"
@@ -239,7 +241,7 @@ def diagnose(run_dir: Path) -> Diagnosis:
         causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *of_steps],
                         key=lambda cause: -cause.seconds)
     return Diagnosis(run_dir, (layout and layout.degrees.name) or _OWN_LAYOUT, world_size, wall, split,
-                     phases, tuple(causes), _compare_memory(record.memory, split, deepspeed, run),
+                     phases, tuple(limit_to_run(causes)), _compare_memory(record.memory, split, deepspeed, run),
                      crosschecks(run_dir, split), tuple(read_steps_without_collectives(run_dir, split)),
                      is_foreign=run is None,
                      times=step_times(rows, summary.ceiling_share,

@@ -244,9 +244,11 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
         work = device_work(events, launched, span)
         computing = union(interval for interval, _ in work)
         phases.update(phase_of_launches(work, phases, _COMPUTE))
+    # A group of one rank communicates with no other: its collectives are copies.
+    labeled = tuple(flight for flight in label_flights(flights, numbered, collectives) if len(flight.ranks) != 1)
     began = zero / 1e6 + head.get("baseTimeNanoseconds", 0) / 1e9
     return RankTrace(notes["rank"], head.get("host_name", ""), began, notes["device"], numbered, (0.0, end),
-                     between, phases, computing, label_flights(flights, numbered, collectives), computed,
+                     between, phases, computing, labeled, computed,
                      {name: note for name, note in notes.items() if name != "collectives"})
 
 

@@ -221,6 +221,10 @@ class WallClock:
         finally:
             self.spans[name] = self.spans.get(name, 0.0) + time.perf_counter() - begin
 
+    def add_rest(self, name: str) -> None:
+        """Add the time so far that is outside of all spans to `name`."""
+        self.spans[name] = self.spans.get(name, 0.0) + max(0.0, self.split()["other"])
+
     def split(self) -> dict[str, float]:
         """Return the seconds by name so far. The sum is the run's wall time."""
         total = time.perf_counter() - self.started

@@ -90,6 +90,15 @@ def test_collectives_of_two_groups_are_distinguished_by_their_launches():
         "all_reduce (dp)": 100, "all_reduce (tp)": 200}
 
 
+def test_a_group_of_one_rank_has_no_exposed_communication():
+    trace = MadeUp(collectives=[of_all("all_reduce", [0], 4, "dp"), of_all("all_reduce", [0, 1], 4, "tp")])
+    trace.mark("step 1", 0, 40)
+    trace.mark("backward", 0, 40)
+    trace.collective("allreduce_", "all_reduce", 0, 10)
+    trace.collective("allreduce_", "all_reduce", 20, 5)
+    assert list(labels(split_of(trace))) == ["all_reduce (tp)"]
+
+
 def test_sendrecv_kernels_match_sends_and_receives():
     def half(kind):
         return {"kind": kind, "axes": "pp", "ranks": [0, 1], "bytes": 100, "peer": 1}

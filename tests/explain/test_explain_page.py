@@ -64,6 +64,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traced_run(tmp_path_factory.mktemp("runs") / "traced")
 
 
+@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+def test_shares_of_a_run_with_several_attempts_add_up_to_at_most_100_percent(tmp_path, attempts, is_traced):
+    """A wait for data also makes steps vary: without a limit, both added up to 136 %."""
+    layout = RunDir(traced_run(tmp_path / "run", ranks=2))
+    steps = [json.loads(line) for line in layout.metrics.read_text().splitlines()]
+    for line in steps:
+        line["data_s"] = 0.9 * line["step_time_s"]
+        line["data_s"], line["step_time_s"] = (value * (1 + line["step"] % 3) for value in
+                                               (line["data_s"], line["step_time_s"]))
+    layout.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    first = len(steps) - len(steps) // attempts
+    training = sum(line["step_time_s"] for line in steps[first:])
+    record = json.loads(layout.record.read_text())
+    record["summary"] = {"first_step": first, "steps": len(steps), "wall": {"set-up": 1.0, "training": training}}
+    write_json(layout.record, record)
+    if not is_traced:
+        for rank in (0, 1):
+            layout.trace(rank).unlink()
+    causes = diagnose(layout.path).causes
+    assert len(causes) > 1
+    assert sum(cause.share for cause in causes) <= 1 + 1e-9
+    assert all(cause.seconds <= training for cause in causes)
+
+
 def test_the_page_has_everything_that_the_text_has(run, tmp_path, capsys):
     page_file = tmp_path / "explain.html"
     assert main([str(run), "--html", str(page_file)]) == 0

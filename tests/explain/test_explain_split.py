@@ -39,7 +39,7 @@ def a_step(trace, start=0.0, number=1, forward=10.0, backward=20.0, optimizer=5.
 
 
 def test_communication_is_exposed_only_while_nothing_computes():
-    trace = MadeUp(collectives=[of_all("all_reduce", [0]), of_all("all_reduce", [0])])
+    trace = MadeUp(collectives=[of_all("all_reduce", [0, 1]), of_all("all_reduce", [0, 1])])
     backward = a_step(trace)
     trace.op(backward, 6)
     trace.collective("allreduce_", "all_reduce", backward + 6, 7)  # hidden for 5 of its 7 ms
@@ -63,7 +63,7 @@ def test_communication_is_exposed_only_while_nothing_computes():
 
 
 def test_time_with_several_collectives_in_flight_counts_once():
-    trace = MadeUp(collectives=[of_all("all_gather", [0]), of_all("_reduce_scatter_base_", [0])])
+    trace = MadeUp(collectives=[of_all("all_gather", [0, 1]), of_all("_reduce_scatter_base_", [0, 1])])
     backward = a_step(trace)
     trace.collective("_allgather_base_", "all_gather", backward, 10)
     trace.collective("_reduce_scatter_base_", "all_reduce", backward + 4, 12)  # gloo implements it so
@@ -220,7 +220,7 @@ def test_on_a_device_the_breakdown_is_by_kernels_and_not_by_cpu_phases():
     trace.kernel(11, 10, launched=4.5)        # backward
     trace.kernel(15, 9, launched=5, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)",
                  **{"Collective name": "allreduce", "In msg nelems": 1000, "dtype": "Float",
-                    "Process Group Ranks": "[0]"})
+                    "Process Group Ranks": "[0, 1]"})
     trace.kernel(24, 3, launched=8)           # optimizer
     rank = split_of(trace).ranks[0]
     assert milliseconds(rank) == {"data": 2, "forward": 8, "backward": 10, "exposed_communication": 3,
@@ -229,7 +229,7 @@ def test_on_a_device_the_breakdown_is_by_kernels_and_not_by_cpu_phases():
 
 
 def test_a_step_with_other_collectives_than_the_counted_step_keeps_what_its_trace_says():
-    trace = MadeUp(collectives=[of_all("all_reduce", [0]), of_all("all_reduce", [0])])
+    trace = MadeUp(collectives=[of_all("all_reduce", [0, 1]), of_all("all_reduce", [0, 1])])
     trace.collective("allreduce_", "all_reduce", a_step(trace), 5)
     assert split_of(trace).ranks[0].exposed[0].label == "all_reduce"
 
