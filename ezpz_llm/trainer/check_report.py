@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from bisect import bisect_left
 from dataclasses import asdict, replace
 from typing import Any
 
 from ezpz_llm.base import UserError
 from ezpz_llm.layout.layout import Places, rank_map, tp_crossing_warning
 from ezpz_llm.layout.value_source import Origin, ValueSource
-from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
+from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, RunConfig
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run
 from ezpz_llm.trainer.schedule import WITHOUT_DECAY, learning_rate
@@ -58,7 +59,20 @@ def setting_warnings(plan: RunPlan) -> list[str]:
         warnings.append(f"the learning rate ends at {last:.3g} instead of {config.min_lr:.3g}: the run ends after "
                         f"step {config.steps}, but its {config.schedule} schedule only after step "
                         f"{config.decay_steps}")
+    if config.steps - (first := _first_step_without_rate(config)) > 1:
+        warnings.append(f"the learning rate is 0 from step {first + 1} to {config.steps}, which train nothing: the "
+                        f"{config.schedule} schedule ends after step {config.decay_steps}. Pass "
+                        f"--decay-steps {config.steps}")
     return warnings
+
+
+def _first_step_without_rate(config: RunConfig) -> int:
+    """Return the first of the last steps (from 0) whose learning rate is 0, or the number of steps.
+
+    After the warm-up, learning rates never increase.
+    """
+    return bisect_left(range(config.steps), True, key=lambda step: (
+        step >= config.warmup_steps and learning_rate(step, config) == 0))
 
 
 def _show(value: Any) -> str:

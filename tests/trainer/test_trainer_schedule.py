@@ -71,6 +71,22 @@ def test_a_schedule_that_outlasts_the_run_is_a_warning() -> None:
     assert warnings("--schedule", "constant", "--decay-steps", "20") == ""
 
 
+@pytest.mark.parametrize(("argv", "first"), [
+    (["--schedule", "WarmupDecayLR", "--decay-steps", "10"], 12),
+    (["--schedule", "WarmupDecayLR", "--decay-steps", "10", "--warmup-min-lr", "1e-5"], None),
+    (["--schedule", "WarmupCosineLR", "--decay-steps", "10", "--min-lr", "0"], 12),
+    (["--min-lr", "0", "--decay-steps", "98"], 99), (["--min-lr", "0", "--decay-steps", "99"], None),
+    (["--schedule", "wsd", "--min-lr", "0", "--decay-steps", "50"], 51),
+    (["--schedule", "linear", "--min-lr", "0"], None), (["--schedule", "constant"], None)])
+def test_a_learning_rate_of_0_before_the_last_step_is_a_warning(argv: list[str], first: int | None) -> None:
+    plan = plan_run(parse(["--steps", "100", *argv]), 1)
+    around = [learning_rate(step, plan.config) == 0 for step in (first - 2, first - 1)] if first else []
+    assert around in ([], [False, True])
+    text = " ".join(setting_warnings(plan))
+    assert ("Pass --decay-steps 100" in text) == (first is not None)
+    assert first is None or f"the learning rate is 0 from step {first} to 100" in text
+
+
 THEIRS = {
     "log": ("WarmupLR", {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}),
     "linear": ("WarmupLR", {"warmup_num_steps": 5, "warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3,
