@@ -146,7 +146,7 @@ FileNotFoundError: [Errno 2] No such file or directory: 'prepare.sh'""".splitlin
     ([f"[rank1]: {line}" for line in _STARTED], "program-or-interpreter"), ([_STARTED[-1]], "no-such-file"),
     ([*_STARTED, "Exception ignored in: <_io.BufferedWriter>", *_STARTED[:3]], "program-or-interpreter")])
 def test_a_missing_program_is_not_a_missing_file(tail: list[str], name: str) -> None:
-    raised = Raised(*_STARTED[-1].split(": ", 1), "train.py:5")
+    raised = Raised("FileNotFoundError", _STARTED[-1].partition(": ")[2], "train.py:5")
     found = classify(replace(_failure(""), exception=raised, tail=tuple(tail)))
     assert (found.name, found.evidence) == (name, raised.line)
 
