@@ -34,7 +34,7 @@ to 97 % with 3 or 5 runs per point; 97 to 98 % with 2, where intervals are very 
 run, each correlated by 0.5 with the previous one (benchmarks/scaling_coverage.py).
 """
 
-MAX_INTERVAL_RATIO = 10.0
+_MAX_INTERVAL_RATIO = 10.0
 """Maximum ratio of an interval's ends. Wider intervals carry no information, and are neither drawn nor written."""
 
 Basis = Literal["runs", "steps", "none"]
@@ -73,7 +73,7 @@ class Estimate:
         if not self.freedom:
             return None
         half = student_t_quantile(CONFIDENCE, self.freedom) * math.sqrt(self.variance)
-        if 2 * half > math.log(MAX_INTERVAL_RATIO):
+        if 2 * half > math.log(_MAX_INTERVAL_RATIO):
             return None
         return math.exp(self.log - half), math.exp(self.log + half)
 
