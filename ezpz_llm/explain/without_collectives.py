@@ -18,7 +18,7 @@ from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_run
 
 if TYPE_CHECKING:
-    from ezpz_llm.observe.profile import Window
+    from ezpz_llm.observe.profile_windows import Window
 
 _TRACED, MEASURED = 24, 64
 """Number of traced steps, and of steps that alternate between with and without collectives."""
@@ -96,7 +96,7 @@ def train(argv: Sequence[str], measured: int) -> int:
     if options.check:
         check_run(options, options.world_size or 1)
         return 0
-    from ezpz_llm.observe.profile import Window
+    from ezpz_llm.observe.profile_windows import Window
     from ezpz_llm.trainer.run import run
 
     window = Window(options.config.steps - measured - 1, measured)

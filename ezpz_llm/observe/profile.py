@@ -6,32 +6,16 @@ import atexit
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from ezpz_llm.observe.profile_windows import Window
 from ezpz_llm.rundir import RunDir, SideFiles
 
-SKIP_STEPS = 5
-"""Number of steps before a profile starts. The first steps build caches, optimizer state, and kernels."""
-PROFILE_STEPS = 20
 _PACKAGES = ("torch", "deepspeed", "ezpz_llm")
 OTHER = "other"
-
-
-@dataclass(frozen=True)
-class Window:
-    """Profiled steps: `first` to `first + steps - 1`, numbered from 0 as in the training loop."""
-
-    first: int
-    steps: int
-
-    @property
-    def last(self) -> int:
-        """The last profiled step."""
-        return self.first + self.steps - 1
 
 
 class StepWatch(Protocol):
@@ -45,17 +29,6 @@ class StepWatch(Protocol):
 
     def close(self) -> None:
         """Called when the run ends."""
-
-
-def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS,
-                   skip: int = SKIP_STEPS) -> Window | None:
-    """Return the window of `steps` steps after `skip` steps, both reduced in a short run; None if no step
-    remains."""
-    remaining = total_steps - first_step
-    if remaining < 1:
-        return None
-    skip = min(skip, remaining // 2)
-    return Window(first_step + skip, min(steps, remaining - skip))
 
 
 _WEB_FONTS = re.compile(r"https://fonts\.googleapis\.com/[^\"'`)]*")

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 from ezpz_llm.base import UserError, open_regular, print_lines
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import is_finite, steady_steps
+from ezpz_llm.observe.profile_windows import trace_window
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.layout_record import read_layout_record
 from ezpz_llm.rundir.records import Environment, Launch, Memory, RunRecord, read_record
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Point, Repeat, run_dir_of
 
-_MIN_STEPS = 3
+MIN_STEPS = 3
 """Minimum number of steady steps of a measurement."""
 _WRITING_STEPS = 2
 _TRACES = "trace-rank*.json.gz"
@@ -63,9 +64,9 @@ def _planned_repeat(study: Path, point: Point, repeat: int) -> Repeat:
 def _measured_repeat(planned: Repeat, run_dir: RunDir, record: RunRecord, is_script: bool) -> Repeat:
     rows = list(read_lines(run_dir.metrics))
     steps = untraced_steps(rows, run_dir)
-    if len(steps) < _MIN_STEPS:
+    if len(steps) < MIN_STEPS:
         fix = "run more steps, and call ezpz_llm.record(…) in each" if is_script else "increase --steps"
-        raise _UnusableRun(f"{len(steps)} steady steps, but a measurement needs {_MIN_STEPS}: {fix}")
+        raise _UnusableRun(f"{len(steps)} steady steps, but a measurement needs {MIN_STEPS}: {fix}")
     mfu = _median_mfu(steps)
     if mfu is not None and mfu > 1:
         raise _UnusableRun("more than half of the steps have an MFU above 100 %, which is impossible (the run's "
@@ -122,6 +123,14 @@ def untraced_steps(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str
         return steady_steps(rows)
     first = _last_traced_step(traces[0]) + 1 + _WRITING_STEPS
     return [row for row in rows[:-1] if row["step"] >= first]
+
+
+def measured_steps(steps: int, trace_steps: int, *, has_profile: bool) -> int:
+    """Return the number of steady steps that a run of the trainer will have for its measurement."""
+    window = trace_window(0, steps, trace_steps, has_profile=has_profile)
+    if window is None:
+        return len(steady_steps([{}] * steps))
+    return max(0, steps - 1 - (window.last + 1 + _WRITING_STEPS))
 
 
 def _last_traced_step(trace: Path) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, has_secret
+from ezpz_llm.scaling.measurement import MIN_STEPS, measured_steps
 from ezpz_llm.scaling.options import Options, is_own_script
 from ezpz_llm.scaling.study import Mode, Point, Study
 from ezpz_llm.submit.job import plan_job
@@ -210,6 +213,7 @@ def _commands(options: Options, sizes: Sequence[Size],
     for option, value in MEASURING.items():
         if value_of(command, option) is None:
             command += (option, value)
+    _check_steps(command)
     if options.what == "layouts" and not options.ds_configs and value_of(command, "--ds-config") is None:
         return _runnable_commands(command, sizes[0].ranks, directory)
     if not options.ds_configs:
@@ -224,6 +228,24 @@ def _commands(options: Options, sizes: Sequence[Size],
         raise UserError("two layouts have the same name", where=f"--ds-config {','.join(options.ds_configs)}",
                         instead="files with different names")
     return commands, []
+
+
+def _check_steps(command: Sequence[str]) -> None:
+    """Check that a run has enough steady steps for its measurement.
+
+    Raises:
+        UserError: it has too few. Every run of the study would fail.
+    """
+    steps, trace_steps = (value_of(command, option) or "" for option in ("--steps", "--trace-steps"))
+    if not (steps.isdecimal() and trace_steps.isdecimal()):
+        return  # the command's own check names the value
+    count = partial(measured_steps, trace_steps=int(trace_steps),
+                    has_profile=value_of(command, "--profile") != "false")
+    if (found := count(int(steps))) < MIN_STEPS:
+        enough = next(more for more in itertools.count(int(steps)) if count(more) >= MIN_STEPS)
+        raise UserError(f"{steps} steps, {trace_steps} of them traced, leave {found} to measure, but a measurement "
+                        f"needs {MIN_STEPS}", where=f"--steps {steps} --trace-steps {trace_steps}",
+                        instead=f"--steps {enough} or more")
 
 
 def _runnable_commands(command: tuple[str, ...], ranks: int,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, print_lines
+from ezpz_llm.base import EXIT_USAGE, UserError, print_lines
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.launch.liveness import read_live_state
 from ezpz_llm.launch.option_parsing import value_of
@@ -95,6 +95,14 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
             result = _run_repeat(study, folder, point, repeat, hosts_options(allocation, chosen))
         longest = max(longest, time.monotonic() - began)
         print_lines(f"[{number:>{len(str(len(runs)))}}/{len(runs)}] {_summary(result, study, chosen)}")
+        if number == 1 < len(runs) and result.error and _would_repeat(run_dir_of(folder, point, repeat)):
+            raise StudyInterrupted(f"the first run failed for a reason that the others share: {result.error}")
+
+
+def _would_repeat(run_dir: RunDir) -> bool:
+    """Return True if a failed run succeeded, but cannot be measured, or had a configuration error."""
+    ended = read_record(run_dir).exit
+    return ended is not None and ended.code in (0, EXIT_USAGE)
 
 
 def _run_repeat(study: Study, folder: Path, point: Point, repeat: int,

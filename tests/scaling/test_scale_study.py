@@ -7,6 +7,7 @@ import json
 import math
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from ezpz_llm.base.records import as_plain
 from ezpz_llm.launch.option_parsing import remove_options, value_of
 from ezpz_llm.rundir import RunDir, append_line, write_json
 from ezpz_llm.rundir.records import update_record
+from ezpz_llm.scaling import study_runs
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.measurement import measure, untraced_steps
 from ezpz_llm.scaling.options import parse
@@ -97,6 +99,35 @@ def test_invalid_options(options: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
         parse(options.split())
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(("options", "instead"), [
+    (("--steps", "12", "--trace-steps", "2"), "--steps 14 or more"),
+    (("--steps", "3", "--trace-steps", "0"), None), (("--steps", "2", "--trace-steps", "0"), "--steps 3 or more")])
+def test_too_few_steps_are_rejected_before_the_first_run(tmp_path: Path, options: tuple[str, ...],
+                                                         instead: str | None) -> None:
+    if instead is None:
+        assert plan(tmp_path, "--ranks 1", *TRAIN, *options).points
+        return
+    with pytest.raises(UserError) as raised:
+        plan(tmp_path, "--ranks 1", *TRAIN, *options)
+    assert raised.value.instead == instead
+
+
+@pytest.mark.parametrize(("code", "runs"), [(0, 1), (2, 1), (1, 3)])
+def test_a_failure_that_all_runs_share_stops_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     code: int, runs: int) -> None:
+    planned, started = study(), []
+
+    def fail(study: Study, folder: Path, point: Point, number: int, _: tuple[str, ...]) -> Repeat:
+        started.append(number)
+        update_record(run_dir_of(folder, point, number).create(), exit={"code": code, "cause": "", "ended": 1.0})
+        return repeat(repeat=number, error="1 steady steps")
+
+    monkeypatch.setattr(study_runs, "_run_repeat", fail)
+    with suppress(study_runs.StudyInterrupted):
+        study_runs.run_all(planned, tmp_path, [(planned.points[0], number) for number in range(3)])
+    assert len(started) == runs
 
 
 def test_launch_options_are_separated_from_command() -> None:

@@ -9,8 +9,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.step_trace import StepTrace
 from ezpz_llm.model.parameters import product_flops_per_token
-from ezpz_llm.observe import PythonProfile, StepWatch, TraceProfile, WallClock, profile_window
-from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
+from ezpz_llm.observe import PythonProfile, StepWatch, TraceProfile, WallClock, profile_window, trace_window
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.plan import RunPlan
 
@@ -71,11 +70,9 @@ def profiles(plan: RunPlan, dist: Dist, engine: Engine, clock: WallClock, first_
     if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):
         configured.append(StepProfile(PythonProfile(dist.run_dir, window, dist.side), "the Python profile", dist,
                                       clock))
-    # Trace after the Python profile, so that neither measures the other. Leave one step before the trace for
-    # StepTrace, and exclude the last step, since the work at the end of the run follows it.
-    skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
-    window = profile_window(first_step + 1, config.steps - 1, config.trace_steps, skip)
-    if not config.trace_steps or window is None:
+    # After the Python profile, so that neither measures the other.
+    window = trace_window(first_step, config.steps, config.trace_steps, has_profile=config.profile)
+    if window is None:
         return configured
     step_trace = StepTrace(window.first - 1, dist, engine, counts=not config.compile,
                            products=_forward_matmul_flops(plan))
