@@ -23,6 +23,7 @@ from ezpz_llm.library.new_parameters import KnownParameters
 from ezpz_llm.library.optimizer_groups import OptimizerGroups
 from ezpz_llm.library.parameter_hooks import ParameterHooks
 from ezpz_llm.library.parameter_use import ParameterUse
+from ezpz_llm.library.pass_errors import explained_pass
 from ezpz_llm.library.replicas import check_data_parallel, check_tensor_parallel, is_compared
 from ezpz_llm.library.run import Run
 from ezpz_llm.library.sharded_parameter import unguarded
@@ -31,10 +32,6 @@ from ezpz_llm.library.whole_parameters import require_all_ranks, whole_parameter
 
 _LIVE: weakref.WeakSet[Wrapped] = weakref.WeakSet()
 """Wrapped models of this process, whose gradients are kept apart."""
-
-
-_OF_FREED_VALUES = ("storage of size 0", "tensor a (0)", "tensor b (0)", "must be a matrix", "once_differentiable")
-"""Parts of torch's errors for a second pass through parameters that fully_shard or ZeRO-3 has freed."""
 
 
 class Wrapped:
@@ -150,24 +147,12 @@ class Wrapped:
         with ExitStack() as stack:
             stack.enter_context(self._run.span("backward"))
             stack.enter_context(self._use.open())
+            stack.enter_context(explained_pass(self._engine.layout.name))
             try:
                 self._engine.backward(self._isolated(loss.float(), stack), is_last, retain_graph)
             except IndexError:  # of ZeRO, if there is no gradient to reduce
                 self._use.check_pass()
                 raise
-            except AssertionError as error:
-                if "active_backward_submodules" not in str(error):
-                    raise
-                raise UserError("a module returns an object in which ZeRO-3 finds no tensor, such as a dataclass",
-                                where=f"layout {self._engine.layout.name}",
-                                instead="a tensor, tuple, list or dict as its result, or fsdp2") from error
-            except RuntimeError as error:
-                if not any(text in str(error) for text in _OF_FREED_VALUES):
-                    raise
-                raise UserError("the backward pass needs values that the layout frees after the first one: the "
-                                "loss has a gradient of a gradient, or shares outputs with an earlier loss",
-                                where=f"layout {self._engine.layout.name}",
-                                instead="ddp, zero1 or zero2; or the sum of the losses") from error
         if self._has_hooks:
             self._use.check_pass()
         self._micro_steps += 1
