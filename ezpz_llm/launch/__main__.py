@@ -41,10 +41,10 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parse(argv)
     if options.help:
-        print(help_text())
+        print_lines(help_text())
         return 0
     if options.version:
-        print(version_text())
+        print_lines(version_text())
         return 0
     plan = build_plan(options, os.environ)
     _check_stdin(options, len(plan.ranks))
@@ -69,7 +69,7 @@ def _check_stdin(options: Options, world_size: int) -> None:
 
 def _exec_command(plan: LaunchPlan) -> int:
     if plan.ranks[0].rank == 0 or is_set_by_user(os.environ):
-        print(f"launch: {plan.notes[0]}", file=sys.stderr, flush=True)
+        print_lines(f"launch: {plan.notes[0]}", file=sys.stderr)
     env = {**os.environ, **{name: setting.value for name, setting in plan.env.items()}}
     try:
         os.execvpe(plan.argv[0], plan.argv, env)
@@ -165,7 +165,7 @@ def _dry_run(plan: LaunchPlan, options: Options) -> int:
             plan = replace(plan, notes=(*plan.notes, *checked.notes))
         print_lines(json_text(plan) if options.as_json else details(plan))
     if checked.code:
-        print("launch: the command would not start: its own check failed", file=sys.stderr, flush=True)
+        print_lines("launch: the command would not start: its own check failed", file=sys.stderr)
     elif explains and checked.explanation:
         print_lines(f"\n{checked.explanation}")
     return checked.code

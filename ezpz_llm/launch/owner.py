@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ezpz_llm.base import Epoch, UserError, as_dataclass, make_private, read_json
+from ezpz_llm.base import Epoch, UserError, as_dataclass, make_private, print_lines, read_json
 from ezpz_llm.launch.node.processes import is_alive, pid_namespace_id, started_at
 from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.rundir import RunDir, locked
@@ -102,12 +103,12 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
         with locked(run_dir.control, 2 * HEARTBEAT_TIMEOUT_S):
             while (old := _read(lock)) is not None:
                 if (reason := _death_reason(lock, old, new)) is not None:
-                    print(f"taking over the run directory {run_dir.path} from {old}: {reason}", file=sys.stderr,
-                          flush=True)
+                    print_lines(f"taking over the run directory {run_dir.path} from {old}: {reason}",
+                                file=sys.stderr)
                     killed_run_id = old.launch if old.place == new.place else ""
                     lock.unlink(missing_ok=True)
                 elif _read(lock) == old:
-                    kill = f"{'' if old.place == new.place else f'ssh {old.host} '}kill {old.pid}"
+                    kill = f"{'' if old.place == new.place else f'ssh {shlex.quote(old.host)} '}kill {old.pid}"
                     raise UserError(f"the run directory is in use: {old}", where=str(run_dir.path),
                                     instead=f"wait until that run ends, end it ({kill}), or use another --run-dir")
             with lock.open("x") as file:  # O_EXCL, for file systems without locks
@@ -145,8 +146,8 @@ def _death_reason(lock: Path, old: Owner, new: Owner) -> str | None:
         # The clock of the file server may differ from this node's, but not by many minutes.
         wait_s = 0 if age_s > _DEAD_AFTER_S else max(3 * HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S - age_s)
         if wait_s:
-            print(f"the run directory has an owner: {old}; waiting up to {wait_s:.0f} s for its heartbeat",
-                  file=sys.stderr, flush=True)
+            print_lines(f"the run directory has an owner: {old}; waiting up to {wait_s:.0f} s for its heartbeat",
+                        file=sys.stderr)
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             time.sleep(_POLL_S)

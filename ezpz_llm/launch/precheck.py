@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, count_noun
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, count_noun, print_lines
 from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist, fold_counts, fold_hostnames
 from ezpz_llm.launch.start_errors import start_problem
 from ezpz_llm.launch.variables import PLACES_VARIABLE
@@ -83,9 +83,9 @@ def check_command(target: Target, command: tuple[str, ...], world_size: int, env
     result = run_check(command, world_size, env)
     explanation, warnings = result.stdout.rstrip(), result.stderr.rstrip()
     if result.returncode:
-        print("\n".join(filter(None, (explanation, warnings))), file=sys.stderr, flush=True)
+        print_lines("\n".join(filter(None, (explanation, warnings))), file=sys.stderr)
     elif warnings:
-        print(warnings, file=sys.stderr, flush=True)
+        print_lines(warnings, file=sys.stderr)
     return CheckOutcome(result.returncode if result.returncode >= 0 else 128 - result.returncode, explanation)
 
 

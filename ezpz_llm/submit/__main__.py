@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ezpz_llm.base import EXIT_USAGE, count_noun, run_command
+from ezpz_llm.base import EXIT_USAGE, count_noun, print_lines, run_command
 from ezpz_llm.launch.precheck import check_command
 from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, write_atomic
@@ -28,19 +28,18 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parse(argv)
     if options.help:
-        print(help_text())
+        print_lines(help_text())
         return 0
     typed = ["ezpz-llm", "submit", *argv]
     job = plan_job(options, os.environ)
     script = write_script(job, typed)
     if _check(job):
-        print("submit: nothing was queued: the command's check failed", file=sys.stderr, flush=True)
+        print_lines("submit: nothing was queued: the command's check failed", file=sys.stderr)
         return EXIT_USAGE
     if options.dry_run:
-        print(script)
-        print(f"# queue      {_queue_line(job)}")
-        print(f"# ranks      {_ranks(job)}")
-        print(f"# queued by  {shlex.join(job.scheduler.submission(str(job.run_dir.job_script), None))}")
+        queued_by = shlex.join(job.scheduler.submission(str(job.run_dir.job_script), None))
+        print_lines(f"{script}\n# queue      {_queue_line(job)}\n# ranks      {_ranks(job)}\n"
+                    f"# queued by  {queued_by}")
         return 0
     existed_before = job.run_dir.path.exists() and not job.is_default
     job = _claim(job)
@@ -59,7 +58,7 @@ def _check(job: Job) -> int:
     env = {**os.environ, RUN_DIR_VARIABLE: str(job.run_dir.path)}
     checked = check_command(job.target, job.options.launch.command, job.placement.world_size, env)
     for note in (*job.notes, *checked.notes):
-        print(f"submit: note: {note}", file=sys.stderr)
+        print_lines(f"submit: note: {note}", file=sys.stderr)
     return checked.code
 
 
@@ -87,7 +86,7 @@ def _queue(job: Job, typed: list[str]) -> None:
             update_record(job.run_dir, submit=submission)
     finally:
         if jobs:
-            print(_summary(job, jobs), flush=True)
+            print_lines(_summary(job, jobs))
 
 
 def _summary(job: Job, jobs: list[str]) -> str:

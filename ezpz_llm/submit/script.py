@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import SECRET_VARIABLE, UserError, data_dir
+from ezpz_llm.base import SECRET_VARIABLE, UserError, data_dir, print_lines
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.launch.schedulers.scheduler import BatchScheduler
@@ -129,9 +129,9 @@ def _queue(scheduler: BatchScheduler, command: list[str], number: int, env: Mapp
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{program} did not answer within {_TIMEOUT_S} s{earlier}", where=command[-1], exit_code=1,
                         instead="check whether the job is queued before you submit it again") from error
-    print(result.stderr, end="", file=sys.stderr, flush=True)
+    print_lines(result.stderr, end="", file=sys.stderr)
     if result.returncode:
-        print(result.stdout, end="", file=sys.stderr, flush=True)
+        print_lines(result.stdout, end="", file=sys.stderr)
         option = scheduler.hint(result.stderr + result.stdout)
         change = f"use another {option}, or edit" if option else "edit"
         # The script's path is left out: submit removes the run directory of a job that was never queued.

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, run_command, system_text
+from ezpz_llm.base import UserError, print_lines, run_command, system_text
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.records import Exit, Launch, Submission, read_record
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the state of a run directory."""
     if len(argv) != 1:
         raise UserError("expected one run directory", instead="python3 -m ezpz_llm.submit.state RUN_DIR")
-    print(find_state(RunDir(Path(argv[0]))))
+    print_lines(find_state(RunDir(Path(argv[0]))))
     return 0
 
 

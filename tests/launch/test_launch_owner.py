@@ -174,7 +174,7 @@ def test_one_of_many_becomes_the_owner(tmp_path: Path, stale: bool) -> None:
 def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(owner, "HEARTBEAT_TIMEOUT_S", 1.0)
     monkeypatch.setattr(owner, "HEARTBEAT_INTERVAL_S", 0.3)
-    file = _owned_by(tmp_path / "r", _ELSEWHERE)
+    file = _owned_by(tmp_path / "r", replace(_ELSEWHERE, host="n9;id\x1b[2J"))
     ended = threading.Event()
 
     def beat() -> None:
@@ -183,15 +183,16 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd)
 
     thread = threading.Thread(target=beat)
     thread.start()
-    with pytest.raises(UserError, match="in use: launch, pid 1 on n9") as raised:
+    with pytest.raises(UserError, match="in use: launch, pid 1 on n9;id") as raised:
         become_owner(RunDir(tmp_path / "r"), "x", {})
-    assert "ssh n9 kill 1" in raised.value.instead
+    assert r"ssh 'n9;id\x1b[2J' kill 1" in str(raised.value)
     ended.set()
     thread.join()
     os.utime(file, (time.time() + 3600,) * 2)
     with become_owner(RunDir(tmp_path / "r"), "x", {}) as owned:
         assert owned.killed_run_id == ""
-    assert f"taking over the run directory {tmp_path}/r from launch, pid 1 on n9" in capfd.readouterr().err
+    taken_over = f"taking over the run directory {tmp_path}/r from launch, pid 1 on n9;id\\x1b[2J"
+    assert taken_over in capfd.readouterr().err
 
 
 def test_an_owner_that_ends_during_the_wait_is_not_taken_over(tmp_path: Path, capfd) -> None:

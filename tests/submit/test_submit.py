@@ -308,6 +308,7 @@ def pbs_site(folder: Path) -> Path:
     ('echo "sbatch: error: invalid partition specified: nix" >&2\n'
      'echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2; exit 1', 1,
      ("sbatch: error: invalid partition specified: nix\n", "--queue", "code 1", "--dry-run prints it"), []),
+    (r"printf 'sbatch: error: \033]0;x\007no\n' >&2; exit 1", 1, (r"sbatch: error: \x1b]0;x\x07no",), []),
     ("exit 0", 1, ("not print exactly one job id",), ["hostname"]),
     ('echo "Submitted batch job"', 1, ("not print exactly one job id", "Submitted batch job"), ["hostname"]),
     ('[[ $* == *afterany* ]] && { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }; echo 7', 1,

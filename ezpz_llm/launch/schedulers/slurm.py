@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ezpz_llm.base import UserError, ask_command, count_noun, epoch, system_text, whole_number
+from ezpz_llm.base import UserError, ask_command, count_noun, epoch, print_lines, system_text, whole_number
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.failures.log_kinds import (
     CANCELLED,
@@ -288,7 +288,7 @@ class SlurmScheduler(BatchScheduler):
         """Copy a file to each node with sbcast. Print its errors to stderr."""
         result = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL,
                                 capture_output=True, text=True, errors="replace", check=False)
-        print(result.stderr, end="", file=sys.stderr, flush=True)
+        print_lines(result.stderr, end="", file=sys.stderr)
         return result.returncode == 0
 
     def time_limit(self, seconds: int) -> str:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import EXIT_PREFLIGHT, PrivateFolder, UserError, make_private, run_command
+from ezpz_llm.base import EXIT_PREFLIGHT, PrivateFolder, UserError, make_private, print_lines, run_command
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.node.folder import register_shim
 from ezpz_llm.launch.node_variables import restore_variables
@@ -70,9 +70,9 @@ def _open_node_folder(info: RankInfo, run_dir: RunDir) -> PrivateFolder | None:
         return register_shim(info, os.environ)
     except OSError as error:
         where = f" at {error.filename}" if error.filename else ""
-        print(f"launch: rank {info.rank} on {os.uname().nodename}: cannot create a folder in memory or"
-              f" {os.environ.get('TMPDIR', '/tmp')} ({error.strerror}{where}): hangs cannot be detected here",
-              file=sys.stderr, flush=True)
+        print_lines(f"launch: rank {info.rank} on {os.uname().nodename}: cannot create a folder in memory or"
+                    f" {os.environ.get('TMPDIR', '/tmp')} ({error.strerror}{where}): hangs cannot be detected here",
+                    file=sys.stderr)
         with contextlib.suppress(OSError), make_private(run_dir.heartbeat) as reports:
             # No agent will report this rank as started.
             reports.touch(run_dir.rank_heartbeat(info.rank).name)

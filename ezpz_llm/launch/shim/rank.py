@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
-from ezpz_llm.base import PrivateFolder
+from ezpz_llm.base import PrivateFolder, print_lines
 from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, kill, start_janitor
 from ezpz_llm.launch.devices import has_no_accelerator
 from ezpz_llm.launch.hostlist import expand_numbers
@@ -307,8 +307,8 @@ class Rank:
             if is_on_node:
                 keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.end_signal is None)
         except (OSError, ImportError) as error:
-            print(f"launch: rank {self.info.rank} ended with code {code}, but its record or log could not be"
-                  f" written: {error}", file=sys.stderr, flush=True)
+            print_lines(f"launch: rank {self.info.rank} ended with code {code}, but its record or log could not be"
+                        f" written: {error}", file=sys.stderr)
 
 
 def _wake_on_signals() -> int:
@@ -347,5 +347,5 @@ def bind_to_cores(info: RankInfo, env: MutableMapping[str, str]) -> None:
     try:
         os.sched_setaffinity(0, expand_numbers(cores))
     except OSError as error:
-        print(f"launch: rank {info.rank} on {os.uname().nodename} is not bound to cores {cores}: {error.strerror}",
-              file=sys.stderr, flush=True)
+        print_lines(f"launch: rank {info.rank} on {os.uname().nodename} is not bound to cores {cores}:"
+                    f" {error.strerror}", file=sys.stderr)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir, count_noun
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir, count_noun, print_lines
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
@@ -42,7 +42,7 @@ def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]
     archives = make_archives(roots, cache_dir(env) / "staging")
     method = _choose_method(plan, env)
     local_dir = _local_folder(plan, env)
-    print(_announcement(archives, method, plan, local_dir), file=sys.stderr, flush=True)
+    print_lines(_announcement(archives, method, plan, local_dir), file=sys.stderr)
     prefix = f"{local_dir}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
     if method == "sbcast":
         first = _step(plan, options, (*_RECEIVE, "make", prefix, str(sum(archive.bytes for archive in archives))),
@@ -58,7 +58,7 @@ def stage_environment(plan: LaunchPlan, options: Options, env: Mapping[str, str]
         if method == "sbcast":
             _send(plan, options, archives, folder)
         seconds = time.monotonic() - began
-        print(f"staged     in {seconds:.1f} s", file=sys.stderr, flush=True)
+        print_lines(f"staged     in {seconds:.1f} s", file=sys.stderr)
         update_record(plan.run_dir, staging=Staging(
             folder=str(folder), way=method, seconds=round(seconds, 3), archives=[
                 ArchiveRecord(path=str(archive.path), files=archive.files, bytes=archive.bytes,
