@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SKIP_STEPS = 5
+_SKIP_STEPS = 5
 """Number of steps before a profile starts. The first steps build caches, optimizer state, and kernels."""
 PROFILE_STEPS = 20
 
@@ -23,7 +23,7 @@ class Window:
 
 
 def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS,
-                   skip: int = SKIP_STEPS) -> Window | None:
+                   skip: int = _SKIP_STEPS) -> Window | None:
     """Return the window of `steps` steps after `skip` steps, both reduced in a short run; None if no step
     remains."""
     remaining = total_steps - first_step
@@ -39,5 +39,5 @@ def trace_window(first_step: int, total_steps: int, steps: int, *, has_profile: 
     One step before the trace is left for `StepTrace`, and the last step is excluded, since the work at the end of
     the run follows it.
     """
-    skip = SKIP_STEPS + (PROFILE_STEPS if has_profile else 0)
+    skip = _SKIP_STEPS + (PROFILE_STEPS if has_profile else 0)
     return profile_window(first_step + 1, total_steps - 1, steps, skip) if steps else None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ezpz_llm.base import UserError
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.data.tokenizers import Tokenizer
+from ezpz_llm.launch.option_parsing import program_file, read_command
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.layout.value_source import Origin
 from ezpz_llm.trainer.session import Session
@@ -59,4 +62,11 @@ def _resume_command(session: Session, run_dir: str) -> str:
     steps = f" --steps {2 * config.steps}" if session.step >= config.steps else ""
     # --resume restores the run's settings, but not its device.
     device = "" if session.plan.sources["device"].origin is Origin.DEFAULT else f" --device {config.device}"
-    return f"{launch}python3 -m ezpz_llm.train --resume {run_dir}{steps}{device}"
+    return f"{launch}{program(sys.orig_argv)} --resume {run_dir}{steps}{device}"
+
+
+def program(command: Sequence[str]) -> str:
+    """Return the trainer as `command` runs it: the module, or a script that calls `ezpz_llm.train.train`."""
+    words = tuple(command)
+    name = program_file(words, read_command(words))
+    return f"python3 {shlex.quote(name)}" if name.endswith(".py") else "python3 -m ezpz_llm.train"

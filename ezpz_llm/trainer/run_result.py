@@ -65,13 +65,13 @@ def _errors(session: Session) -> list[str]:
         errors.append(f"{failure}\n  instead: more --steps, --dropout 0, a smaller batch, or fix the model")
     if session.has_failed or session.spikes.last_loss_non_finite:
         errors.append(f"the run failed after step {session.step} of {session.config.steps}: "
-                      f"{stopped or session.spikes.reason()}\n  instead: {bad_steps_advice(session.config)}")
+                      f"{stopped or session.spikes.reason()}\n  instead: {_bad_steps_advice(session.config)}")
     if session.checkpoints.error is not None:
         errors.append(str(session.checkpoints.error))
     return errors
 
 
-def bad_steps_advice(config: RunConfig) -> str:
+def _bad_steps_advice(config: RunConfig) -> str:
     """Return the settings to try after too many bad steps, without those that the run has."""
     advice = [f"--lr below {config.lr:g}"]
     if not config.clip or config.clip > 1:

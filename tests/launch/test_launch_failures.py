@@ -436,15 +436,17 @@ def test_every_run_with_a_checkpoint_says_how_to_resume(tmp_path: Path) -> None:
     ("launch bash -c 'python3 train.py'", "launch --run-dir RUN bash -c 'python3 train.py'"),
     ("launch ezpz-llm train --resume x", "launch ezpz-llm train --resume RUN"),
     ("launch -n 2 python3 -u -m ezpz_llm.train", "launch -n 2 python3 -u -m ezpz_llm.train --resume RUN"),
+    ("launch -n 2 python3 my_train --lr 1", "launch -n 2 python3 my_train --lr 1 --resume RUN"),
 ])
 def test_resume_commands_suit_the_program(tmp_path: Path, typed: str, again: str) -> None:
     """Only the trainer has options such as --resume and --micro-batch-size."""
     run_dir = _run(tmp_path, [_failure(0, 4.0, 1, None, "torch.OutOfMemoryError: CUDA out of memory.")])
-    update_record(run_dir, launch={"typed": shlex.split(typed), "env": {}})
+    runs_trainer = {"model": {"n_layer": 1}} if "my_train" in typed else {}
+    update_record(run_dir, launch={"typed": shlex.split(typed), "env": {}}, **runs_trainer)
     (run_dir.checkpoints / "latest").write_text("step-1\n")
     text = postmortem_of(run_dir, _facts()).text
     assert text.splitlines()[-1] == f"  resume: {again.replace('RUN', str(run_dir.path))}"
-    assert ("--micro-batch-size" in text) is ("train --resume RUN" in again)
+    assert ("--micro-batch-size" in text) is (" --resume RUN" in again)
     run_dir.launcher_log.write_text("srun: error: Node failure on n2\n")
     shutil.rmtree(run_dir.errors)
     text = postmortem_of(run_dir, _facts()).text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from ezpz_llm.base import UserError
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.known_failures import fill_advice
 from ezpz_llm.launch.failures.log_kinds import SSH
@@ -17,6 +19,7 @@ from ezpz_llm.launch.hostlist import fold_hostnames, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
 from ezpz_llm.launch.option_parsing import parse, read_command, remove_options, value_of
 from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import read_own_record
 
 _TRAINER = "ezpz_llm.train"
 _MAX_HOSTS = 8
@@ -82,7 +85,7 @@ def _fill_placeholders(advice: str, verdict: Verdict, evidence: Evidence, run_di
         elsewhere = "choose another --run-dir"
     return fill_advice(advice, {
         "less_memory": ("a smaller micro-batch (--micro-batch-size), --ds-config zero3, or a layout that offloads"
-                        if typed and _is_trainer(typed) else
+                        if typed and _is_trainer(typed, run_dir) else
                         "a smaller batch per rank, sharded parameters and optimizer state, or offloading"),
         "run_dir": str(run_dir.path), "hosts": _join_nodes(verdict.hosts) or "its node",
         "path": path or "that file", "elsewhere": elsewhere,
@@ -125,7 +128,7 @@ def resume_command(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
                 f" ezpz_llm.load_checkpoint(model, {path!r})")
     if not typed:
         return None
-    if _is_trainer(typed):
+    if _is_trainer(typed, run_dir):
         return shlex.join((*remove_options(typed, "--resume"), "--resume", path))
     options, command = _split(typed)
     return shlex.join((typed[0], "--run-dir", path, *remove_options(options, "--run-dir"), *command))
@@ -137,8 +140,14 @@ def _split(typed: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return typed[1:len(typed) - len(command)], command
 
 
-def _is_trainer(typed: Sequence[str]) -> bool:
-    return read_command(parse(typed[1:]).command).module == _TRAINER
+def _is_trainer(typed: Sequence[str], run_dir: RunDir) -> bool:
+    """Return True for the trainer, also if a script runs it: only the trainer records a model's settings."""
+    if read_command(parse(typed[1:]).command).module == _TRAINER:
+        return True
+    with contextlib.suppress(UserError):  # run.json is damaged
+        record = read_own_record(run_dir)
+        return record is not None and record.model is not None
+    return False
 
 
 def _advise_to_exclude(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
