@@ -93,6 +93,12 @@ def test_every_option_in_the_docs_exists(commands: list[tuple[str, str]]) -> Non
     assert missing == []
 
 
+def test_no_page_installs_the_package_from_an_index() -> None:
+    """It is not published. pip finds extras of an installed package without an index."""
+    assert [page.name for page in PAGES if re.search(r"pip install (ezpz_llm\b|'ezpz_llm\[train\])", page.read_text())
+            if page.name != "CHANGELOG.md"] == []
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings."""
     headings = [line.lstrip("# ").lower() for line in page.read_text().splitlines() if line.startswith("#")]

@@ -75,6 +75,7 @@ def test_each_row_has_an_answer_with_existing_options(command, known, programs, 
 
 @pytest.mark.parametrize(("typed", "meant"), [
     # Reported by users.
+    ("--lora", "trains all weights"), ("--lora-r", "trains all weights"), ("--qlora", "trains all weights"),
     ("--local_rank=0", "launch -n N COMMAND"), ("--local-rank=0", "launch -n N COMMAND"),
     ("--deepspeed", "--ds-config"), ("--deepspeed_config", "--ds-config"), ("--epochs", "--steps"),
     ("--max-steps", "--steps"), ("--data", "--corpus"), ("--zero-stage", "--ds-config"), ("--gpus", "launch -n N"),
