@@ -196,11 +196,14 @@ def _script_rows(models: dict[str, Any]) -> list[tuple[str, str]]:
             for name, model in models.items()]
 
 
+_MAX_LISTED = 5
+
+
 def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_format_value(inner)}" for key, inner in value.items())
     if isinstance(value, list):  # the spike detector's window has a hundred values
-        return f"({count_noun(len(value), 'value')})"
+        return "; ".join(map(_format_value, value)) if len(value) <= _MAX_LISTED else f"({len(value)} values)"
     return "-" if value is None else str(value)
 
 

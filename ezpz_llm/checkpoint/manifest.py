@@ -57,6 +57,12 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return checkpoints / name if _NAME.fullmatch(name) else None
 
 
+def point_latest(folder: Path) -> None:
+    """Let `latest` name a checkpoint of its run, unless the folder has another name, as while it is replaced."""
+    if _NAME.fullmatch(folder.name) and latest_checkpoint(folder.parent) != folder:
+        write_atomic(folder.parent / LATEST, folder.name + "\n")
+
+
 def start_partial(checkpoints: Path, step: int) -> Path:
     """Create an empty folder to write into, and remove incomplete checkpoints of killed runs."""
     checkpoints.mkdir(parents=True, exist_ok=True)

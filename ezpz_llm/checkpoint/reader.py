@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ezpz_llm.base import UserError
+from ezpz_llm.checkpoint.chain import continue_from
 from ezpz_llm.checkpoint.index import BUFFER, Index, Parameter, Part, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import (
     DamagedCheckpointError,
@@ -71,7 +72,8 @@ def load_newest(where: str | Path, engine: Trained, dist: Dist, accept: Accept) 
 def load(folder: Path, engine: Trained, dist: Dist, accept: Accept | None = None) -> Loaded:
     """Load a checkpoint into an engine: weights, moments, optimizer step and loss scale. Collective.
 
-    First, the ranks share the work of checking every file's hash.
+    First, the ranks share the work of checking every file's hash. `latest` of this run's directory then names the
+    checkpoint, if it is one of its own.
 
     Args:
         folder: a complete checkpoint, for example from `find`.
@@ -107,6 +109,7 @@ def load(folder: Path, engine: Trained, dist: Dist, accept: Accept | None = None
     training.loaded(state.optimizer_step)
     if training.scale is not None and state.loss_scale is not None:
         training.scale.restore(state.loss_scale)
+    run_together(dist, lambda: continue_from(dist, folder, state), on_main=True)
     return Loaded(folder, state, same_split)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base import UserError, nearest_names, print_lines
+from ezpz_llm.checkpoint.chain import on_chain
 from ezpz_llm.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
@@ -35,16 +36,21 @@ def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
 
     Print a warning for each checkpoint that cannot be removed.
 
-    Checkpoints of later steps than the one that `latest` names were saved before the run was resumed from an
-    earlier step. They remain until the run reaches their steps again.
+    `keep` applies to the chain of the checkpoint that `latest` names (see `ezpz_llm.checkpoint.chain`). Abandoned
+    checkpoints do not count. They are removed once they are older than the last `keep.last` of the chain.
 
     Call from one process, after a successful save.
     """
     newest = latest_checkpoint(run_dir.checkpoints)
-    if newest is None:
+    if newest is None or not (newest / MANIFEST).is_file():
         return []
-    folders = [path for path in complete_checkpoints(run_dir.checkpoints) if step_of(path) <= step_of(newest)]
-    excess = [path for path in folders[:-max(keep.last, 1)] if not (keep.every and step_of(path) % keep.every == 0)]
+    older = [path for path in complete_checkpoints(run_dir.checkpoints) if step_of(path) < step_of(newest)]
+    chain = [newest, *on_chain(older, newest)]
+    if len(chain) <= max(keep.last, 1):
+        return []
+    kept = {path for path in chain if keep.every and step_of(path) % keep.every == 0}
+    oldest = chain[max(keep.last, 1) - 1]
+    excess = [path for path in older if step_of(path) < step_of(oldest) and path not in kept]
     removed = []
     for path in excess:
         # Rename first: an interrupted removal must not leave a folder that looks complete.
@@ -90,8 +96,8 @@ def has_checkpoint(where: str | Path) -> bool:
 def candidates(where: str | Path) -> list[Path]:
     """Return the checkpoints at `where` in the order to try them: the folder itself, or those of a run directory.
 
-    For a run directory, return the checkpoint that `latest` names, even if it is missing, and then all earlier
-    ones. Later ones were saved before the run was resumed from an earlier step.
+    For a run directory, return the checkpoint that `latest` names, even if it is missing, and then those that it
+    continues from.
 
     Raises:
         UserError: there is no checkpoint.
@@ -108,7 +114,7 @@ def candidates(where: str | Path) -> list[Path]:
     newest = latest_checkpoint(checkpoints)
     older = [folder for folder in [*complete_checkpoints(checkpoints), *_replaced_checkpoints(checkpoints)]
              if newest is None or step_of(folder) < step_of(newest)]
-    folders = [*([newest] if newest else []), *sorted(older, key=step_of, reverse=True)]
+    folders = [*([newest] if newest else []), *on_chain(older, newest)]
     if not folders:
         raise UserError(f"no complete checkpoint in {path}",
                         instead="name a run directory or a checkpoints/step-… folder in one")

@@ -18,6 +18,7 @@ import torch
 
 from ezpz_llm.base import UserError
 from ezpz_llm.base.memory_groups import usable_memory
+from ezpz_llm.checkpoint.chain import continue_branch, place
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
 from ezpz_llm.checkpoint.state import Progress, State
@@ -238,7 +239,10 @@ class Saver:
     def _complete(self, save: _Save, written: list[Any]) -> tuple[Path, int] | None:
         if not self._dist.is_main:
             return None
-        folder = complete_folder(save.partial, save.shapes, save.kinds, written, save.state)
+        checkpoints = self._run_dir.checkpoints
+        state = place(self._dist, checkpoints, save.state)
+        folder = complete_folder(save.partial, save.shapes, save.kinds, written, state)
+        continue_branch(self._dist, checkpoints, state)
         if self._keep is not None:
             prune(self._run_dir, self._keep)
         return folder, sum(file.size for file, _ in written)

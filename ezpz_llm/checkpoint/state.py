@@ -57,8 +57,20 @@ class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.callbacks if self.guard is None else {**self.callbacks, "guard": self.guard}
 
 
+class Point(Struct, frozen=True):
+    """Checkpoint of a run by its branch and step; see `ezpz_llm.checkpoint.chain`."""
+
+    branch: Whole
+    step: Step
+
+
 class State(Progress, frozen=True, kw_only=True, omit_defaults=True):
-    """Content of state.json: the progress, and members that `save` adds."""
+    """Content of state.json: the progress, and members that `save` adds.
+
+    Attributes:
+        branch: number of the run's branch.
+        continues: last checkpoint of each earlier branch, and the one before this one.
+    """
 
     optimizer_step: Step
     loss_scale: LossScaleState | None
@@ -66,6 +78,8 @@ class State(Progress, frozen=True, kw_only=True, omit_defaults=True):
     layout: str | None = None
     degrees: dict[str, Whole] = {}
     versions: dict[str, str] = {}
+    branch: Whole = 0
+    continues: list[Point] = []
 
     @property
     def is_of_script(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -60,6 +61,8 @@ class Dist:
     """True if `setup` created the process group, which `close` then destroys."""
     optional: OptionalWork = field(default_factory=OptionalWork)
     """Runner of optional work, such as samples and plots, whose failure is only a warning."""
+    chain_position: Any = None
+    """Position of the run in the chain of its checkpoints, on rank 0; see `ezpz_llm.checkpoint.chain`."""
 
     @property
     def rank(self) -> int:
