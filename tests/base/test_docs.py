@@ -95,8 +95,8 @@ def test_every_option_in_the_docs_exists(commands: list[tuple[str, str]]) -> Non
 
 def test_no_page_installs_the_package_from_an_index() -> None:
     """It is not published. pip finds extras of an installed package without an index."""
-    assert [page.name for page in PAGES if re.search(r"pip install (ezpz_llm\b|'ezpz_llm\[train\])", page.read_text())
-            if page.name != "CHANGELOG.md"] == []
+    pattern = r"pip install (ezpz_llm\b|'ezpz_llm\[train\])"
+    assert [page.name for page in PAGES if re.search(pattern, page.read_text())] == []
 
 
 def anchors(page: Path) -> set[str]:
@@ -160,7 +160,7 @@ def test_sentence_ends_at_a_full_stop_or_with_its_paragraph() -> None:
 
 def test_readme_is_short_and_has_a_diagram() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 200
+    assert len(text.splitlines()) <= 160
     assert text.count("```mermaid") == 1
 
 
