@@ -27,7 +27,7 @@ end_children() {
 }
 
 interrupted() { # SIGNAL NUMBER
-    say "interrupted by $1; run the same command to start over"
+    say "interrupted by $1; run the same command to continue"
     exit $((128 + $2))
 }
 
@@ -249,6 +249,9 @@ END
 
 install_package() { pip_run install -c "$venv/constraints.txt" -e "${here}[train,test]"; }
 
+# Replace the package in a copied environment. Its build backend is there, so nothing is downloaded.
+install_package_alone() { pip_run install --no-deps --no-build-isolation -e "$here"; }
+
 try_out() {
     local found
     found=$(DS_ACCELERATOR=cpu "$venv/bin/python" -c '
@@ -281,6 +284,52 @@ END
 
 # Print a checksum of the files whose age is_ready compares with the stamp.
 fingerprint() { cat "$here/pyproject.toml" "$self" "$here/launchers/lib/setup.sh" | sha256sum; }
+
+# Print a complete environment of another checkout for which all inputs are equal.
+find_equal() {
+    local other
+    for other in "$cache"/venvs/*/inputs; do
+        other=${other%/inputs}
+        if [[ $other != "$venv" && $(head -n 1 "$other/stamp" 2>/dev/null) == "$(fingerprint)" ]] &&
+            environment_inputs | cmp -s - "$other/inputs"; then
+            printf '%s' "$other"
+            return
+        fi
+    done
+}
+
+# Copy an environment as hard links, which use no disk space. Files with its path in them become files of their own.
+copy_environment() { # OTHER
+    rm -rf "$venv"
+    cp -al "$1" "$venv"
+    rm "$venv/stamp"
+    "$python" - "$1" "$venv" <<'END'
+import itertools
+import os
+import shutil
+import sys
+from pathlib import Path
+
+# The names differ, and not the folder, which shells may have to quote.
+old, new = (os.fsencode(os.path.basename(path)) for path in sys.argv[1:])
+venv = Path(sys.argv[2])
+folders = (venv, venv / "bin", venv / "mpi", venv / "mpich/bin", *venv.glob("lib/python*/site-packages"))
+for path in itertools.chain.from_iterable(folder.glob("*") for folder in folders):
+    if path.is_file() and not path.is_symlink() and old in (content := path.read_bytes()) and b"\0" not in content:
+        copy = path.with_name(f"{path.name}.new")
+        copy.write_bytes(content.replace(old, new))
+        shutil.copymode(path, copy)
+        copy.replace(path)
+END
+}
+
+# Remove the records of packages that an interrupted pip left incomplete: it writes INSTALLER after the last file.
+remove_incomplete() {
+    local record
+    for record in "$(site_packages)"/*.dist-info; do
+        if [[ -d $record && ! -e $record/INSTALLER ]]; then rm -rf "$record"; fi
+    done
+}
 
 take_lock() {
     local status=0
@@ -324,20 +373,36 @@ set_up() {
 }
 
 make_environment() { # RECORDED: fingerprint of a complete environment to update, or empty to create one
+    local equal=''
     : >"$log"
     check_python
     if [[ -n $1 ]]; then
         say "updating $venv"
+    elif [[ ! -e $venv/stamp && -e $venv/constraints.txt ]]; then # which install_torch wrote at its end
+        say "continuing the set-up of $venv (log: $log)"
+        remove_incomplete
     else
         say "setting up $venv (once; log: $log)"
         rm -f "$venv/stamp"
-        step "creating the virtual environment with $python" make_venv
+        equal=$(find_equal)
+        if [[ -n $equal ]]; then
+            step "copying $equal as hard links" copy_environment "$equal"
+        else
+            step "creating the virtual environment with $python" make_venv
+        fi
     fi
     find_torch
-    step "installing MPICH, used if there is no other MPI" install_mpich
+    if [[ -n $1 || ! -x $venv/mpi/mpirun ]]; then
+        step "installing MPICH, used if there is no other MPI" install_mpich
+    fi
     install_torch
-    step "installing DeepSpeed, ezpz_llm and their dependencies" install_package
+    if [[ -n $equal ]]; then
+        step "installing ezpz_llm" install_package_alone
+    else
+        step "installing DeepSpeed, ezpz_llm and their dependencies" install_package
+    fi
     step "testing the environment" try_out
+    environment_inputs >"$venv/inputs"
     printf '%s\n%s\n' "$(fingerprint)" "$torch_file" >"$venv/stamp.new"
     mv "$venv/stamp.new" "$venv/stamp"
     say "ready"

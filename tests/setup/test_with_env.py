@@ -139,7 +139,7 @@ def test_missing_and_old_python(checkout: Checkout, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_interrupt_stops_pip(interrupted: Interrupted) -> None:
     assert interrupted.exit_code == 128 + signal.SIGINT
-    assert "interrupted by SIGINT; run the same command to start over" in interrupted.shown
+    assert "interrupted by SIGINT; run the same command to continue" in interrupted.shown
     assert interrupted.left_running == []
 
 
@@ -304,6 +304,38 @@ def test_concurrent_set_ups_run_in_turn_and_explain_failure(checkout: Checkout, 
         assert "with-env --wheels DIR" in text
         assert "fix the cause, then run the same command to start over" in text
     assert len([path for path in tmp_path.glob("venvs/*") if path.is_dir()]) == 1
+
+
+@pytest.mark.full
+def test_a_second_checkout_copies_the_environment_without_a_download(ready: Checkout, tmp_path: Path) -> None:
+    first = ready.venv
+    second = replace(copy_checkout(tmp_path, ready.wheels, ready.python), cache=ready.cache)
+    done = second.run("python3", "-c", "import ezpz_llm; print(ezpz_llm.__file__)", PIP_FIND_LINKS="", timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "as hard links" in done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(second.root)
+    mine, = (path for path in (ready.cache / "venvs").iterdir() if path.is_dir() and path != first)
+    library = next(mine.glob("lib/python*/site-packages/pip/__init__.py"))
+    assert library.stat().st_nlink > 1, "no space is used"
+    for name in ("bin/launch", "bin/pip", "mpi/mpiexec", "pyvenv.cfg"):
+        assert first.name not in (mine / name).read_text()
+    assert second.run("true").stderr == ""
+    script = "import ezpz_llm; print(ezpz_llm.__file__)"
+    assert Path(ready.run("python3", "-c", script).stdout.strip()).is_relative_to(ready.root), "the first is unchanged"
+    shutil.rmtree(mine)
+
+
+@pytest.mark.full
+def test_an_interrupted_set_up_continues_with_the_packages_that_are_complete(ready: Checkout) -> None:
+    (ready.venv / "stamp").unlink()
+    record = next(ready.venv.glob("lib/python*/site-packages/ezpz_llm-*.dist-info"))
+    (record / "INSTALLER").unlink()
+    kept = next(ready.venv.glob("lib/python*/site-packages/pip/__init__.py")).stat().st_ino
+    done = ready.run("true", timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "continuing the set-up" in done.stderr
+    assert (record / "INSTALLER").exists()
+    assert next(ready.venv.glob("lib/python*/site-packages/pip/__init__.py")).stat().st_ino == kept
 
 
 @pytest.mark.full
