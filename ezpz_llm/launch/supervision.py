@@ -373,11 +373,15 @@ _FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = tuple(128 + number for number in _STOP)
 """Exit codes of a run that was stopped by a signal to launch."""
 _REPEAT_WITHIN_S = 0.3
-"""Time within which repeated signals count as one: timeout(1) and schedulers signal a process, then its group."""
+"""Time within which repeated SIGINTs count as one: timeout(1) signals a process, then its group."""
 
 
 class Signals:
-    """Received signals: those that stop the run, in order, and those to forward to the ranks."""
+    """Received signals: those that stop the run, in order, and those to forward to the ranks.
+
+    After the first one, only SIGINT is added: a second Ctrl-C ends the ranks at once. Other signals are often
+    repeated, for example SIGHUP when a terminal is closed and when its shell then ends.
+    """
 
     def __init__(self) -> None:
         self.to_stop: list[signal.Signals] = []
@@ -402,6 +406,6 @@ class Signals:
         now = time.monotonic()
         if number in _FORWARD:
             self.to_forward.append(signal.Signals(number))
-        elif number not in self.to_stop[-1:] or now - self._noted_at > _REPEAT_WITHIN_S:
+        elif not self.to_stop or (number == signal.SIGINT and now - self._noted_at > _REPEAT_WITHIN_S):
             self._noted_at = now
             self.to_stop.append(signal.Signals(number))

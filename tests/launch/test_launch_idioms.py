@@ -42,7 +42,7 @@ IDIOMS = {
 
 
 def _wait_for(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + scaled(timeout)
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
         time.sleep(0.05)
@@ -164,6 +164,17 @@ def test_time_runs_out(tmp_path: Path) -> None:
         pass
     assert _are_up(tmp_path)
     _check(tmp_path, 143, "launch received SIGTERM")
+
+
+def test_only_a_second_ctrl_c_is_urgent(tmp_path: Path) -> None:
+    """A shell that ends after its terminal sends SIGHUP again, and systemd sends SIGTERM, then SIGHUP."""
+    with _typed(tmp_path, IDIOMS["plain"]) as typed:
+        _wait_for(lambda: _are_up(tmp_path), "the ranks' start")
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(typed.launch, number)
+            time.sleep(0.4)  # ranks save 0.5 s after SIGTERM
+    _check(tmp_path, 129, "launch received SIGHUP")
 
 
 def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
