@@ -321,7 +321,7 @@ def test_a_second_checkout_copies_the_environment_without_a_download(ready: Chec
         assert first.name not in (mine / name).read_text()
     assert second.run("true").stderr == ""
     script = "import ezpz_llm; print(ezpz_llm.__file__)"
-    assert Path(ready.run("python3", "-c", script).stdout.strip()).is_relative_to(ready.root), "the first is unchanged"
+    assert Path(ready.run("python3", "-c", script).stdout.strip()).is_relative_to(ready.root), "first is unchanged"
     shutil.rmtree(mine)
 
 
