@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import textwrap
 from bisect import bisect_left
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.layout.layout import Places, rank_map, tp_crossing_warning
+from ezpz_llm.layout.memory import memory_per_rank, total
 from ezpz_llm.layout.value_source import Origin, ValueSource
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, RunConfig
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run
@@ -64,6 +71,31 @@ def setting_warnings(plan: RunPlan) -> list[str]:
                         f"{config.schedule} schedule ends after step {config.decay_steps}. Pass "
                         f"--decay-steps {config.steps}")
     return warnings
+
+
+def memory_warning(plan: RunPlan, local_size: int, node_bytes: int) -> str | None:
+    """Return a warning if the model states of a node's CPU ranks alone need more than its memory."""
+    resolved = plan.resolved
+    world_size = resolved.batch.dp_size * resolved.layout.tp * resolved.layout.pp * resolved.layout.sp
+    precision = "fp32" if resolved.precision == "auto" else resolved.precision  # auto never needs less
+    parts = memory_per_rank(resolved.layout, plan.model, world_size, resolved.optimizer, precision,
+                            resolved.gradients)
+    needed = local_size * (total(parts, "device") + total(parts, "host"))
+    if needed <= node_bytes:
+        return None
+    return (f"warning: the weights, gradients and optimizer states of {count_noun(local_size, 'rank')} need "
+            f"{needed / 1e9:,.0f} GB on this node, which has {node_bytes / 1e9:,.0f} GB: use a smaller --model, a "
+            "--ds-config that shards more, or more nodes")
+
+
+def was_checked_by_launch(run_dir: RunDir, env: Mapping[str, str]) -> bool:
+    """Return True if launch has run the command's check, and printed its warnings on the console."""
+    with suppress(UserError):  # run.json is damaged, or not of this launch
+        launch = read_record(run_dir).launch
+        if RUN_ID_VARIABLE in env and launch is not None and launch.typed:
+            options = parse_launch(launch.typed[1:])
+            return not options.no_check and read_command(options.command).module is not None
+    return False
 
 
 def _first_step_without_rate(config: RunConfig) -> int:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ezpz_llm.base import UserError, print_lines
+from ezpz_llm.base.memory_groups import usable_memory
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.launch.addresses import is_local_address
@@ -18,7 +19,7 @@ from ezpz_llm.launch.precheck import CheckReport, read_places
 from ezpz_llm.layout.layout import Places
 from ezpz_llm.trainer.callbacks.callback import Callback
 from ezpz_llm.trainer.callbacks.callback_checks import check_callbacks
-from ezpz_llm.trainer.check_report import explain_plan, setting_warnings, warning
+from ezpz_llm.trainer.check_report import explain_plan, memory_warning, setting_warnings, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
 from ezpz_llm.trainer.resume import find_resume_point
@@ -68,13 +69,15 @@ def _check(options: Options) -> CheckReport:
         return CheckReport(explanation=point.complete)
     options = point.options
     places = read_places(os.environ)
-    plan = check_run(options, options.world_size or 1, _known_device(places),
-                     renames_old_metrics=point.renames_old_metrics)
+    device = _known_device(places)
+    plan = check_run(options, options.world_size or 1, device, renames_old_metrics=point.renames_old_metrics)
     resolved, batch = plan.resolved, plan.resolved.batch
     changes = None
     if plan.config.resume is not None:
         changes = resume_warning(plan, read_state(find(Path(plan.config.resume))).step)
+    node_bytes = usable_memory()[0] if device == "cpu" else None
     warnings = (warning(plan, options, places), changes and f"warning: {changes}",
+                memory_warning(plan, places[0][1], node_bytes) if node_bytes else None,
                 *(f"warning: {remark}" for remark in setting_warnings(plan)))
     explanation = "\n".join((explain_plan(plan, places), *(f"note: {note}" for note in point.notes)))
     return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,

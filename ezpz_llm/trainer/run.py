@@ -44,6 +44,7 @@ from ezpz_llm.trainer.callbacks.callback_order import ordered_callbacks
 from ezpz_llm.trainer.callbacks.callback_runner import Callbacks
 from ezpz_llm.trainer.callbacks.hellaswag_score import hellaswag_items
 from ezpz_llm.trainer.callbacks.text_samples import prompt_tokens
+from ezpz_llm.trainer.check_report import was_checked_by_launch
 from ezpz_llm.trainer.checkpoint_identity import check_identity
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.device_choices import with_device_choices
@@ -58,6 +59,7 @@ from ezpz_llm.trainer.run_data import RunData
 from ezpz_llm.trainer.run_description import describe_run, step_work
 from ezpz_llm.trainer.run_result import finish
 from ezpz_llm.trainer.session import Checkpoints, Session
+from ezpz_llm.trainer.startup_lines import startup_lines
 
 
 def broadcast_resume_point(options: Options, dist: Dist) -> ResumePoint:
@@ -186,7 +188,8 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
             print_lines(f"warning: {damage.found}\n  where:   {damage.where}\n"
                         f"  the run resumes from {loaded.folder.name} instead", file=sys.stderr)
         print_lines(f"resuming after step {state.step} ({state.consumed} samples) from {loaded.folder}")
-        if (changes := resume_warning(plan, state.step)) is not None:
+        changes = resume_warning(plan, state.step)
+        if changes is not None and not was_checked_by_launch(dist.run_dir, os.environ):
             print_lines(f"warning: {changes}", file=sys.stderr)
     return state
 
@@ -207,7 +210,7 @@ def run(options: Options, callbacks: Sequence[Callback] = ()) -> int:
     with clock.span("set-up"):
         dist = setup(device=config.device, run_dir=run_dir, name=config.model)
         clock.passed("rendezvous")
-    with dist:
+    with dist, startup_lines(clock.marks) if dist.is_main else nullcontext():
         with clock.span("set-up"):
             point = broadcast_resume_point(options, dist)
             if point.complete:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 
 import torch
@@ -28,7 +29,7 @@ from ezpz_llm.model.parameters import FlopCount, flops_per_token, parameter_coun
 from ezpz_llm.observe import StepWork, measure_ceiling, peak_flops, run_environment, terminal_width
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.rundir.records import Data
-from ezpz_llm.trainer.check_report import setting_warnings, settings_by_source
+from ezpz_llm.trainer.check_report import setting_warnings, settings_by_source, was_checked_by_launch
 from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
 from ezpz_llm.trainer.memory_estimate import memory_warning
 from ezpz_llm.trainer.plan import RunPlan
@@ -104,8 +105,12 @@ def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork,
     return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
                                           *reading_notes(data.manifest.source, shown=0))),
-            *(("warning", remark) for remark in (*setting_warnings(plan), *_tokenizer_warnings(plan, data),
+            *(("warning", remark) for remark in (*_setting_warnings(plan, dist), *_tokenizer_warnings(plan, data),
                                                  *_memory_warnings(plan, dist)))]
+
+
+def _setting_warnings(plan: RunPlan, dist: Dist) -> list[str]:
+    return [] if was_checked_by_launch(dist.run_dir, os.environ) else setting_warnings(plan)
 
 
 def _tokenizer_warnings(plan: RunPlan, data: TokenData) -> list[str]:
