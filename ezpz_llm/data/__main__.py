@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
                           "(default: %(default)s)")
     add.add_argument("--max-broken", type=int, default=0, metavar="N",
                      help="skip up to N unreadable documents and report them (default: fail on the first)")
+    add.add_argument("--special-tokens", choices=("true", "false"), default="false",
+                     help="encode special tokens in the text, such as <|im_start|>, as tokens (default: as "
+                          "ordinary text)")
     add.add_argument("--check", action="store_true", help="only check that the corpus and the tokenizer exist")
     # launch passes --world-size with --check to every command; shards do not depend on it.
     add.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
@@ -100,7 +103,8 @@ def _prepare(args: argparse.Namespace) -> int:
         return 0
     print_lines(prepare(args.corpus, args.tokenizer, out=args.out, val_fraction=args.val_fraction,
                   val_tokens=args.val_tokens, workers=args.workers, shard_tokens=args.shard_tokens,
-                  download=args.download, text_key=args.text_key, max_broken=args.max_broken))
+                  download=args.download, text_key=args.text_key, max_broken=args.max_broken,
+                  special_tokens=args.special_tokens == "true"))
     return 0
 
 

@@ -169,6 +169,7 @@ class Journal(Struct):
         broken: number of documents skipped so far.
         broken_first: location and error of the first 100 skipped documents.
         marks: number of byte-order marks dropped so far.
+        special_tokens: number of special tokens in the text so far.
     """
 
     request: str
@@ -183,6 +184,7 @@ class Journal(Struct):
     broken: Whole = 0
     broken_first: list[str] = []
     marks: Whole = 0
+    special_tokens: Whole = 0
 
     @classmethod
     def load(cls, folder: Path, request: str) -> Journal | None:

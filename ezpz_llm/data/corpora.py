@@ -10,12 +10,14 @@ import re
 import shlex
 import stat
 import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, cache_dir, unknown_name_error, user_path
 from ezpz_llm.data.downloads import PublicFile, reading
+from ezpz_llm.data.folder_files import find_splits, odd_files
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.hub import NAMES, HubDataset, find_dataset
 from ezpz_llm.data.manifest import FORMAT, MANIFEST, SHARD_TOKENS
@@ -38,6 +40,8 @@ _BY_CONTENT = "formats by content"
 """Part of a corpus's identity, so that shards from versions that detected formats by name are not reused."""
 _SPECIAL_FILES = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a character device",
                   stat.S_ISBLK: "a block device"}
+_MAX_LISTED = 8
+"""Files that a note lists."""
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -48,6 +52,7 @@ class SourceFile:
     Attributes:
         name: path relative to the corpus.
         special: kind of a file that is not regular, such as "a FIFO".
+        is_validation: True if it is of the validation split, not of the training split.
     """
 
     path: Path
@@ -55,22 +60,23 @@ class SourceFile:
     size: int
     mtime_ns: int
     special: str | None = None
+    is_validation: bool = False
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Ordered, non-empty files of a corpus, or a data set to stream.
+    """Ordered, non-empty files of a corpus, those for validation last; or a data set to stream.
 
     Attributes:
         name: short name, usable as a folder name.
         words: its name as a command-line argument: a known name or an absolute path.
         identity: JSON values that identify its content.
-        val_fraction: default fraction to validate on; None if `val_tokens` is set.
+        val_fraction: default fraction to validate on; None if `val_tokens` is set, or there are validation files.
         val_tokens: default number of tokens to validate on.
         tokenizer: default tokenizer.
         python: version of Python, for stdlib.
         plain: True if each file is one text document, regardless of its content.
-        left_out: skipped special files, such as a FIFO, as text.
+        notes: notes for the user on skipped files and on files that may not be meant as training text.
         dataset: the data set, whose files are not known in advance.
     """
 
@@ -84,7 +90,7 @@ class Corpus:
     val_tokens: int | None = None
     dataset: HubDataset | None = None
     plain: bool = False
-    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -138,6 +144,11 @@ def _path_corpus(path: Path) -> Corpus:
             raise UserError(f"the corpus is {sources[0].special}, which can be read only once", where=str(path),
                             instead="copy its content to a file and pass the file's path")
     files = tuple(file for file in sources if file.size and not file.special)
+    splits = find_splits([file.name for file in files])
+    tests = [name for name, split in splits.items() if split == "test"]
+    validation = [name for name, split in splits.items() if split == "validation"]
+    files = tuple(sorted((replace(file, is_validation=file.name in validation) for file in files
+                          if file.name not in tests), key=lambda file: file.is_validation))
     if not files:
         state = "the file is empty" if path.is_file() else "the folder contains no non-empty files"
         raise UserError(f"nothing to read: {state}", where=str(path),
@@ -145,9 +156,23 @@ def _path_corpus(path: Path) -> Corpus:
     return Corpus(
         name=path.stem, words=str(path), files=files,
         identity=[_BY_CONTENT, str(path), [[file.name, file.size, file.mtime_ns] for file in files]],
-        val_fraction=MANY_FILES_VAL_FRACTION if path.is_dir() else _ONE_FILE_VAL_FRACTION, tokenizer="bytes",
-        left_out=tuple(f"{file.path} ({file.special})" for file in sources if file.special),
+        val_fraction=None if validation else
+        MANY_FILES_VAL_FRACTION if path.is_dir() else _ONE_FILE_VAL_FRACTION, tokenizer="bytes",
+        notes=tuple(_file_notes(sources, files, tests, validation)),
     )
+
+
+def _file_notes(sources: Sequence[SourceFile], files: Sequence[SourceFile], tests: Sequence[str],
+                validation: Sequence[str]) -> Iterator[str]:
+    """Yield notes on the files of a folder."""
+    for file in sources:
+        if file.special:
+            yield f"skipping {file.path} ({file.special}): not a regular file"
+    for words, names in (("skipping the test split", tests), ("the validation split is", validation),
+                         ("files that are read as text like the others; move them out of the folder if they should "
+                          "not be", list(odd_files([file.name for file in files])) if len(sources) > 1 else [])):
+        if names:
+            yield f"{words}: {', '.join(names[:_MAX_LISTED])}{', …' * (len(names) > _MAX_LISTED)}"
 
 
 def _dataset_corpus(dataset: HubDataset) -> Corpus:
@@ -208,6 +233,7 @@ class Options:
         out: output folder; None for a folder in the cache.
         text_key: key of the text in a JSON object, or name of the text column.
         max_broken: maximum number of broken documents to skip.
+        special_tokens: encode special tokens in the text as tokens, not as ordinary text.
     """
 
     tokenizer: str | None = None
@@ -217,6 +243,7 @@ class Options:
     out: Path | None = None
     text_key: str = TEXT
     max_broken: int = 0
+    special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,7 +270,14 @@ class Request:
             values.append(self.tokenizer.table)
         if options.text_key != TEXT:
             values.append(["text key", options.text_key])
+        if options.special_tokens:
+            values.append("special tokens")
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+    @property
+    def validates_on_files(self) -> bool:
+        """True if the validation split consists of the corpus's validation files."""
+        return self.options.val_fraction is None and self.options.val_tokens is None
 
     @property
     def folder(self) -> Path:
@@ -255,12 +289,14 @@ class Request:
     @property
     def command(self) -> str:
         """Command that creates these shards, without --out."""
-        val = (["--val-fraction", str(self.options.val_fraction)] if self.options.val_tokens is None
+        val = ([] if self.validates_on_files else
+               ["--val-fraction", str(self.options.val_fraction)] if self.options.val_tokens is None
                else ["--val-tokens", str(self.options.val_tokens)])
         arguments = ["python3", "-m", "ezpz_llm.data", "prepare", self.corpus.words,
                      "--tokenizer", self.tokenizer.words, *val, "--shard-tokens", str(self.options.shard_tokens),
                      *(["--text-key", self.options.text_key] if self.options.text_key != TEXT else []),
-                     *(["--max-broken", str(self.options.max_broken)] if self.options.max_broken else [])]
+                     *(["--max-broken", str(self.options.max_broken)] if self.options.max_broken else []),
+                     *(["--special-tokens", "true"] if self.options.special_tokens else [])]
         return shlex.join([*arguments, "--download"] if self.corpus.is_remote else arguments)
 
 

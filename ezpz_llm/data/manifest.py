@@ -112,6 +112,8 @@ class Source(Struct, frozen=True, omit_defaults=True):
     text_key: str | None = None
     broken: Broken | None = None
     byte_order_marks: Count | None = None
+    special_tokens: Count | None = None
+    encodes_special_tokens: bool = False
 
 
 class TokenizerEntry(Struct, frozen=True, omit_defaults=True):

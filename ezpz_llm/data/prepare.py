@@ -54,7 +54,7 @@ _FILES_CHECKED, _DOCUMENTS_CHECKED = 200, 20
 def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = None,
             val_fraction: float | None = None, val_tokens: int | None = None, shard_tokens: int = SHARD_TOKENS,
             workers: int | None = None, download: bool = False, progress: bool = True, text_key: str = TEXT,
-            max_broken: int = 0) -> Path:
+            max_broken: int = 0, special_tokens: bool = False) -> Path:
     """Return the folder of shards of `corpus`; create it if missing. Safe with concurrent processes.
 
     Args:
@@ -75,16 +75,17 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
         progress: show progress on stderr.
         text_key: key of the text in a JSON object, or name of the text column.
         max_broken: maximum number of unreadable documents to skip; the manifest records them.
+        special_tokens: encode special tokens in the text, such as <|im_start|>, as tokens, not as ordinary text.
 
     Raises:
         UserError: there is nothing to read, the text is unreadable, the tokenizer is missing, or the disk is full.
     """
-    options = Options(tokenizer, val_fraction, val_tokens, shard_tokens, out, text_key, max_broken)
+    options = Options(tokenizer, val_fraction, val_tokens, shard_tokens, out, text_key, max_broken, special_tokens)
     if workers is not None and workers < 1:
         raise UserError(f"the number of workers is {workers}", where="--workers", instead="pass 1 or more")
     if parts := find_mixture(corpus):
-        _check_default_options(corpus, replace(options, text_key=TEXT, max_broken=0))
-        reading: dict[str, Any] = {"text_key": text_key, "max_broken": max_broken}
+        _check_default_options(corpus, replace(options, text_key=TEXT, max_broken=0, special_tokens=False))
+        reading: dict[str, Any] = {"text_key": text_key, "max_broken": max_broken, "special_tokens": special_tokens}
         prepared = [(prepare(part, tokenizer, workers=workers, download=download, progress=progress,
                              **({} if _is_prepared(part) else reading)), weight) for part, weight in parts]
         mixture, fingerprint = _mixture_folder(prepared)
@@ -219,7 +220,7 @@ def _check_default_options(corpus: str, options: Options) -> None:
     if options != Options(options.tokenizer):
         raise UserError("this corpus is a mixture or already prepared; its folder and splits cannot be changed",
                         where=corpus, instead="omit --out, --val-fraction, --val-tokens, --shard-tokens, "
-                                              "--text-key and --max-broken")
+                                              "--text-key, --max-broken and --special-tokens")
 
 
 def _check_tokenizer(folder: Path, choice: Choice | None) -> Path:

@@ -81,11 +81,15 @@ _STRICT = Reading()
 
 @dataclass(frozen=True)
 class Task:
-    """Part of the corpus that one process encodes in one call, and the position after that part."""
+    """Part of the corpus that one process encodes in one call, and the position after that part.
+
+    All of it is of the validation split if `is_validation`.
+    """
 
     pieces: list[Piece | Documents]
     after: dict[str, Any] = field(default_factory=dict)
     reading: Reading = _STRICT
+    is_validation: bool = False
 
     @property
     def source_bytes(self) -> int:
@@ -113,14 +117,24 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = _P
     pieces: list[Piece | Documents] = []
     buffered = 0
     position: dict[str, Any] = {}
-    for piece, position in _located_pieces(corpus, after or {}, size, reading, cut):
+    is_validation = False
+    for piece, piece_end in _located_pieces(corpus, after or {}, size, reading, cut):
+        if pieces and _is_validation(corpus, piece_end) != is_validation:
+            yield Task(pieces, position, reading, is_validation)
+            pieces, buffered = [], 0
+        is_validation, position = _is_validation(corpus, piece_end), piece_end
         pieces.append(piece)
         buffered += _content_bytes(piece)
         if buffered >= size:
-            yield Task(pieces, position, reading)
+            yield Task(pieces, position, reading, is_validation)
             pieces, buffered = [], 0
     if pieces:
-        yield Task(pieces, position, reading)
+        yield Task(pieces, position, reading, is_validation)
+
+
+def _is_validation(corpus: Corpus, position: Mapping[str, Any]) -> bool:
+    # The position after a skipped file is in the next one, which may not exist.
+    return corpus.files[min(position["file"], len(corpus.files) - 1)].is_validation
 
 
 def _content_bytes(piece: Piece | Documents) -> int:

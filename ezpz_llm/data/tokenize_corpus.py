@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, count_noun
 from ezpz_llm.data.atomic_dir import JOURNAL, InterruptedWriteError, Journal, Written, clear
 from ezpz_llm.data.corpora import Request
 from ezpz_llm.data.downloads import print_to_stderr, progress
@@ -27,6 +27,7 @@ from ezpz_llm.data.hub import resolve_revision
 from ezpz_llm.data.manifest import COUNTS, SHARD, TRAIN, VAL, Broken, Manifest, Source, Splits, TokenizerEntry
 from ezpz_llm.data.reader import Piece, Reading, Task, tasks, texts
 from ezpz_llm.data.shards import ShardWriter
+from ezpz_llm.data.special_tokens import check_special_tokens, encoding_special_tokens, special_pattern
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, to_entry
 
@@ -58,8 +59,14 @@ class _Work:
         """Tokens written so far to both splits."""
         return self.train.tokens + self.val.tokens
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Append to the token stream, whose first `val_tokens` tokens, if set, go to the validation split."""
+    def write(self, tokens: np.ndarray, is_validation: bool) -> None:
+        """Append to the token stream.
+
+        Its first `val_tokens` tokens, if set, or the tokens of validation files go to the validation split.
+        """
+        if is_validation and self.request.validates_on_files:
+            self.val.write(tokens)
+            return
         if self.request.options.val_tokens is not None:
             remaining = self.request.options.val_tokens - self.val.tokens
             self.val.write(tokens[:remaining])
@@ -110,8 +117,8 @@ def write_dataset(request: Request, folder: Path, workers: int, show: bool) -> N
     began, label = time.monotonic(), f"preparing {request.corpus.words} ({request.tokenizer.name})"
     if show:
         print_to_stderr(f"{label}: {_size(request)}, {workers} {'process' if workers == 1 else 'processes'}")
-        for name in request.corpus.left_out:
-            print_to_stderr(f"note: skipping {name}: not a regular file")
+        for note in request.corpus.notes:
+            print_to_stderr(f"note: {note}")
     try:
         work = _start_or_resume(request, folder, show)
         _write_remaining_tokens(work, workers, label, show)
@@ -168,6 +175,8 @@ def _start_or_resume(request: Request, folder: Path, show: bool) -> _Work:
     if corpus.dataset is not None and (revision := resolve_revision(corpus.dataset)):
         facts["revision"] = revision
     tokenizer = _make_tokenizer(request, facts.get("revision"))
+    if request.options.special_tokens:
+        check_special_tokens(tokenizer)
     _copy_tokenizer(request, folder)
     journal = Journal(request.fingerprint, to_entry(tokenizer), facts=facts)
     return _Work(request, folder, journal, tokenizer, np.zeros(tokenizer.vocab_size, np.int64))
@@ -188,12 +197,13 @@ def _write_remaining_tokens(work: _Work, workers: int, label: str, show: bool) -
                           reading=_reading(work.request), cut=work.tokenizer.cut)
         with progress(label, corpus.size, show, journal.source_bytes) as advance:
             for encoded in _encode_all(remaining, work, workers):
-                work.write(encoded.tokens)
+                work.write(encoded.tokens, encoded.is_validation)
                 work.counts += encoded.counts
                 journal.after = encoded.after
                 journal.documents += encoded.documents
                 journal.source_bytes += encoded.source_bytes
                 journal.marks += encoded.marks
+                journal.special_tokens += encoded.special_tokens
                 _count_broken(work, encoded.broken)
                 advance(encoded.source_bytes)
                 if time.monotonic() - saved >= _SECONDS_BETWEEN_SAVES:
@@ -251,7 +261,8 @@ def _finish(work: _Work) -> Manifest:
         source=Source(corpus.words, len(corpus.files), journal.source_bytes, python=corpus.python,
                       revision=journal.facts.get("revision"), text_key=None if key == TEXT else key,
                       broken=Broken(journal.broken, journal.broken_first) if journal.broken else None,
-                      byte_order_marks=journal.marks or None),
+                      byte_order_marks=journal.marks or None, special_tokens=journal.special_tokens or None,
+                      encodes_special_tokens=options.special_tokens),
         tokenizer=journal.tokenizer,
         vocab_size=work.tokenizer.vocab_size,
         end_of_text=work.tokenizer.end_of_text,
@@ -269,7 +280,7 @@ def _finish(work: _Work) -> Manifest:
 
 
 def reading_notes(source: Source, shown: int = 5) -> Iterator[str]:
-    """Yield notes for the user on a manifest's source: skipped documents, sampling, byte-order marks.
+    """Yield notes for the user on a manifest's source: skipped documents, sampling, special tokens, and marks.
 
     Args:
         shown: number of skipped documents to list.
@@ -283,6 +294,10 @@ def reading_notes(source: Source, shown: int = 5) -> Iterator[str]:
         yield f"the unigram entropy is an estimate from {source.sampled:,} tokens"
     if source.byte_order_marks:
         yield f"dropped {source.byte_order_marks:,} byte-order marks at the start of files"
+    if source.special_tokens:
+        yield (f"the text has {count_noun(source.special_tokens, 'special token')} of the tokenizer, encoded as "
+               + ("tokens" if source.encodes_special_tokens else
+                  "ordinary text. To encode them as tokens: ezpz-llm data prepare … --special-tokens true"))
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -306,6 +321,8 @@ class Encoded:
         after: position in the corpus after the task.
         broken: errors of the skipped documents.
         marks: byte-order marks dropped.
+        is_validation: True if the task is of the validation split.
+        special_tokens: number of special tokens in the text.
     """
 
     tokens: np.ndarray
@@ -315,6 +332,8 @@ class Encoded:
     after: dict[str, Any]
     broken: tuple[UserError, ...] = ()
     marks: int = 0
+    is_validation: bool = False
+    special_tokens: int = 0
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -333,8 +352,18 @@ def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids.astype(token_dtype(vocab_size))
 
 
-def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
-    """Encode a task's documents, each preceded by the end-of-text token if the tokenizer has one."""
+def encode_task(task: Task, tokenizer: Tokenizer, special_tokens: bool = False) -> Encoded:
+    """Encode a task's documents, each preceded by the end-of-text token if the tokenizer has one.
+
+    Args:
+        special_tokens: encode special tokens in the text as tokens.
+    """
+    with encoding_special_tokens(tokenizer, special_tokens):
+        return _encode_task(task, tokenizer)
+
+
+def _encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
+    pattern, found = special_pattern(tokenizer), 0
     separator = [] if tokenizer.end_of_text is None else [np.array([tokenizer.end_of_text], np.uint32)]
     parts: list[np.ndarray] = [np.empty(0, np.uint32)]
     documents = 0
@@ -342,6 +371,7 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
     for piece in task.pieces:
         documents_of_piece: list[str] = []
         for begins, text in texts(piece, task.reading, broken):
+            found += 0 if pattern is None else sum(1 for _ in pattern.finditer(text))
             if begins:
                 documents_of_piece.append(text)
             else:  # a piece of text, which has only this part of a document
@@ -352,7 +382,8 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
     tokens = pack(np.concatenate(parts), tokenizer.vocab_size)
     return Encoded(tokens, np.bincount(tokens, minlength=tokenizer.vocab_size), documents,
                    task.source_bytes, task.after, tuple(broken),
-                   sum(isinstance(piece, Piece) and piece.has_mark for piece in task.pieces))
+                   sum(isinstance(piece, Piece) and piece.has_mark for piece in task.pieces), task.is_validation,
+                   found)
 
 
 def _encode_all(tasks: Iterable[Task], work: _Work, workers: int) -> Iterator[Encoded]:
@@ -364,14 +395,15 @@ def _encode_all(tasks: Iterable[Task], work: _Work, workers: int) -> Iterator[En
     """
     if workers == 1:
         for task in tasks:
-            yield encode_task(task, work.tokenizer)
+            yield encode_task(task, work.tokenizer, work.request.options.special_tokens)
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker)
     waiting: deque = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_encode_in_worker, task, work.journal.tokenizer, work.folder))
+            waiting.append(pool.submit(_encode_in_worker, task, work.journal.tokenizer, work.folder,
+                                       work.request.options.special_tokens))
             if len(waiting) >= _QUEUED_TASKS_PER_WORKER * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -384,8 +416,8 @@ def _encode_all(tasks: Iterable[Task], work: _Work, workers: int) -> Iterator[En
         pool.shutdown(cancel_futures=True)
 
 
-def _encode_in_worker(task: Task, entry: TokenizerEntry, folder: Path) -> Encoded:
-    return encode_task(task, from_entry(entry, folder=folder))
+def _encode_in_worker(task: Task, entry: TokenizerEntry, folder: Path, special_tokens: bool) -> Encoded:
+    return encode_task(task, from_entry(entry, folder=folder), special_tokens)
 
 
 def _init_worker() -> None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -217,6 +217,8 @@ class FileTokenizer:
     """Tokenizer of another library, loaded from `path`."""
 
     begin_of_text: tuple[int, ...] = ()
+    special_tokens: Mapping[str, int] = {}
+    encodes_special_tokens = False
 
     def __init__(self, path: Path, entry: TokenizerEntry) -> None:
         self.path = path
@@ -272,11 +274,13 @@ class _JsonTokenizer(FileTokenizer):
                             instead="if a newer version wrote it: pip install -U tokenizers") from error
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._inner.encode_special_tokens = True
+        self.special_tokens = {token.content: number for number, token in
+                               self._inner.get_added_tokens_decoder().items() if token.special}
         encoded = self._inner.encode("a")  # with the special tokens of its post-processor
         self.begin_of_text = tuple(encoded.ids[:[*encoded.special_tokens_mask, 0].index(0)])
 
     def _ids(self, text: str) -> list[int]:
+        self._inner.encode_special_tokens = not self.encodes_special_tokens
         # encode_batch_fast omits offsets, which would double the time.
         return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
@@ -296,6 +300,8 @@ class _ModelTokenizer(FileTokenizer):
         except TypeError as error:
             raise UserError("the installed sentencepiece is too old: it cannot return NumPy arrays",
                             where=str(path), instead="pip install 'sentencepiece>=0.2.3'") from error
+        self.special_tokens = {self._inner.id_to_piece(number): number for number in
+                               range(self._inner.vocab_size()) if self._inner.is_control(number)}
         begin = self._inner.bos_id()
         if begin >= 0 and _read_config(path.parent / _CONFIG).get("add_bos_token"):  # as transformers does
             self.begin_of_text = (begin,)

@@ -59,6 +59,7 @@ class Tokenizer(Protocol):
     """Converter between text and ids in [0, vocab_size); `fingerprint` is a sha256 of its table.
 
     `begin_of_text` are the ids that its own library puts before a prompt, as for Llama; empty for most.
+    `special_tokens` has their ids by name; their names in a text are encoded as tokens if `encodes_special_tokens`.
     """
 
     name: str
@@ -66,6 +67,8 @@ class Tokenizer(Protocol):
     end_of_text: int | None
     fingerprint: str
     begin_of_text: tuple[int, ...]
+    special_tokens: Mapping[str, int]
+    encodes_special_tokens: bool
 
     def encode(self, text: str) -> np.ndarray:
         """Return ids, 1-d, of an unsigned type, without adding or interpreting end-of-text."""
@@ -87,6 +90,8 @@ class _CutBetweenWords:
     """Mixin for tokenizers that encode the text after a cut like any other text, and start a text with no token."""
 
     begin_of_text: tuple[int, ...] = ()
+    special_tokens: Mapping[str, int] = {}
+    encodes_special_tokens = False
 
     def cut(self, data: bytes) -> int:
         return find_cut(data)
@@ -106,14 +111,17 @@ class EncodingTokenizer(_CutBetweenWords):
 
     def __init__(self, name: str, pieces: str, ranks: dict[bytes, int]) -> None:
         self.name = name
-        self.end_of_text: int | None = len(ranks)
+        self.end_of_text: int | None = (end := len(ranks))
         self.vocab_size = len(ranks) + 1
+        self.special_tokens = {END_OF_TEXT: end}
         self.encoding = tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks,
                                           special_tokens={END_OF_TEXT: self.end_of_text})
         self.fingerprint = _fingerprint(name, pieces, ranks)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return ids (1-d, uint32); `<|endoftext|>` within a text is ordinary text."""
+        """Return ids (1-d, uint32); `<|endoftext|>` within a text is ordinary text by default."""
+        if self.encodes_special_tokens:
+            return self.encoding.encode_to_numpy(replace_surrogates(text), allowed_special="all")
         return self.encoding.encode_to_numpy(replace_surrogates(text), disallowed_special=())
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
