@@ -34,20 +34,19 @@ class Devices:
 def visible_devices(env: Mapping[str, str]) -> Devices:
     """Return the devices of the visibility masks in `env`, even if there are none; else those that a driver lists.
 
+    A mask ends at the first number that the driver does not have, as in CUDA.
     ROCR_VISIBLE_DEVICES hides devices from HIP, which counts the others in HIP_VISIBLE_DEVICES or, if that is not
     set, CUDA_VISIBLE_DEVICES.
     """
+    nvidia, amd = _entries(_NVIDIA), _amd_nodes()
+    numbers = tuple(str(index) for index in range(len(nvidia or amd)))
     for chain in _mask_chains(env):
         if names := [name for name in chain if name in env]:
-            ids = _mask_ids(env[names[0]])
-            for name in names[1:]:
+            ids = numbers or _mask_ids(env[names[0]])
+            for name in names if numbers else names[1:]:
                 ids = _select(ids, _mask_ids(env[name]))
             return Devices(ids, names[-1])
-    if nvidia := _entries(_NVIDIA):
-        return Devices(tuple(str(index) for index in range(len(nvidia))), str(_NVIDIA))
-    if amd := _amd_nodes():
-        return Devices(tuple(str(index) for index in range(len(amd))), str(_AMD))
-    return Devices((), "no accelerator driver found")
+    return Devices(numbers, str(_NVIDIA) if nvidia else str(_AMD) if amd else "no accelerator driver found")
 
 
 def gpu_driver() -> str | None:

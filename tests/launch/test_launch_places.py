@@ -273,11 +273,25 @@ def test_masks_apply_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, en
                              ids: tuple[str, ...], source: str) -> None:
     monkeypatch.setattr(devices_module, "_NVIDIA", tmp_path / "none")
     if "CUDA_VISIBLE_DEVICES" in env:
-        (tmp_path / "amd/1").mkdir(parents=True)
-        (tmp_path / "amd/1/gpu_id").write_text("7\n")
+        for number in range(8):
+            (tmp_path / f"amd/{number}").mkdir(parents=True)
+            (tmp_path / f"amd/{number}/gpu_id").write_text("7\n")
         monkeypatch.setattr(devices_module, "_AMD", tmp_path / "amd")
     visible = visible_devices(env)
     assert (visible.ids, visible.source) == (ids, source)
+
+
+@pytest.mark.parametrize(("env", "ids"), [
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, ("0", "1")), ({"CUDA_VISIBLE_DEVICES": "1,7,0"}, ("1",)),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-ab,1"}, ("GPU-ab", "1")), ({"CUDA_VISIBLE_DEVICES": "4"}, ()),
+    ({"CUDA_VISIBLE_DEVICES": ""}, ()), ({}, ("0", "1"))])
+def test_a_mask_from_a_larger_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str],
+                                   ids: tuple[str, ...]) -> None:
+    """CUDA ignores the first number that this node does not have, and all that follow."""
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "nvidia" / name).mkdir(parents=True)
+    monkeypatch.setattr(devices_module, "_NVIDIA", tmp_path / "nvidia")
+    assert visible_devices(env).ids == ids
 
 
 @pytest.mark.parametrize(("env", "names"), [
