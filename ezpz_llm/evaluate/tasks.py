@@ -203,11 +203,11 @@ def _model_folder(source: Source, dist: Dist) -> Path:
     """Return a folder that transformers loads; export a checkpoint into the run directory."""
     if source.kind == "hf":
         return source.folder
-    from ezpz_llm.hf.weights import export
+    from ezpz_llm.hf.weights import NO_TOKENIZER, export
 
     exported = export(source, dist.run_dir.path / "hf")
-    if exported.notes:
-        raise UserError(exported.notes[0], where=str(source.folder),
+    if note := next((note for note in exported.notes if note.startswith(NO_TOKENIZER)), None):
+        raise UserError(note, where=str(source.folder),
                         instead="a model whose tokenizer file is on this machine")
     return exported.folder
 

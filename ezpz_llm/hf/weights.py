@@ -31,6 +31,7 @@ from ezpz_llm.hf.export_folder import (
     new_folder,
     write_weights,
 )
+from ezpz_llm.hf.original_settings import keep_original_settings
 from ezpz_llm.hf.source import CONFIG, Source
 from ezpz_llm.hf.tokenizer import entry_of, write_tokenizer
 from ezpz_llm.hf.weight_files import HfTensors, NamedTensors, ScriptTensors, TensorFiles, locate_tensors
@@ -251,6 +252,9 @@ class _ScriptWeights(_HfWeights):
         return read_box(parameter, (*bounds, *whole_box(parameter.shape[len(bounds):])), self._files)
 
 
+NO_TOKENIZER = "no tokenizer was written"
+
+
 def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: float = 5e9) -> Exported:
     """Export a model, one tensor at a time, to a folder that transformers' AutoModelForCausalLM loads.
 
@@ -273,9 +277,10 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: float
                                 partial(_export_values, tensor, weights, DTYPES[dtype])) for tensor in names]
         files = write_weights(folder, tensors, shard_bytes)
         end_of_text, note = write_tokenizer(entry_of(source), source.model.block_size, folder, source.folder)
+        kept, kept_notes = keep_original_settings(source, folder)
         write_json(folder / CONFIG, {**to_hf(source.model, dtype=dtype_name(dtype), end_of_text=end_of_text),
-                                     **make_provenance(source.folder, source.state)})
-    notes = [*weights.notes, *([] if note is None else [f"no tokenizer was written: {note}"])]
+                                     **kept, **make_provenance(source.folder, source.state)})
+    notes = [*weights.notes, *kept_notes, *([] if note is None else [f"{NO_TOKENIZER}: {note}"])]
     return Exported(out, sum(tensor.bytes for tensor in tensors), files, tuple(notes))
 
 

@@ -112,6 +112,7 @@ class Settings(Struct, frozen=True):
     eval_tokens: Whole | None = None
     overfit_one_batch: bool | None = None
     seed: Whole | None = None
+    init_from: str | None = None
 
 
 class ModelSettings(Struct, frozen=True):
