@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, BinaryIO, cast
 
-from ezpz_llm.base import escape_control_characters
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, escape_control_characters
 from ezpz_llm.launch.program_output import MarkReader
 from ezpz_llm.rundir import RunDir, private_opener
 
@@ -75,11 +75,18 @@ class Relay:
     """Relay of the launcher's standard output and standard error to the console.
 
     The launcher's own lines on standard error, which no rank has printed, are also logged.
+
+    Raises:
+        UserError: the log is not a regular file, or cannot be written.
     """
 
     def __init__(self, launcher: subprocess.Popen[bytes], run_dir: RunDir) -> None:
-        self._log = log = os.fdopen(
-            private_opener(str(run_dir.launcher_log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
+        try:
+            handle = private_opener(str(run_dir.launcher_log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        except OSError as error:
+            raise UserError(f"cannot write the launcher's log: {error.strerror}", where=str(run_dir.launcher_log),
+                            instead="remove it, or use another --run-dir", exit_code=EXIT_PREFLIGHT) from error
+        self._log = log = os.fdopen(handle, "wb", buffering=0)
 
         def report_closed(reason: str) -> None:
             """Note in the log and on the console that standard output can no longer be shown."""

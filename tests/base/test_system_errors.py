@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from ezpz_llm.base import run_command
 from ezpz_llm.base.private_folders import make_private
 from ezpz_llm.hf.source import find_source
 from ezpz_llm.report import __main__ as report
+from ezpz_llm.rundir import private_opener
 from ezpz_llm.trainer.options import parse
 
 _LONG = "x" * 6000
@@ -25,6 +27,19 @@ def test_name_too_long(main: Callable, capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().err
     assert printed.startswith("error: File name too long\n")
     assert len(printed) < 400
+
+
+def test_a_link_in_place_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "other")
+
+    def main(_: object) -> None:
+        private_opener(str(tmp_path / "metrics.jsonl"), os.O_WRONLY | os.O_CREAT)
+
+    assert run_command(main, []) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: Too many levels of symbolic links\n")
+    assert "a file instead of a symbolic link" in printed
+    assert not (tmp_path / "other").exists()
 
 
 def test_too_few_descriptors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

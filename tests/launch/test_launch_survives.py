@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,18 @@ def test_an_unreadable_log_does_not_change_the_code(tmp_path: Path) -> None:
     damage = "test $EZPZ_LLM_RANK = 0 || { cd r/logs && rm rank0001.log && mkdir -p rank0001.log/x; }"
     done = launch(tmp_path, "-n", "2", "--run-dir", "r", "sh", "-c", damage)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.parametrize("make", [lambda log, other: log.symlink_to(other), lambda log, other: os.mkfifo(log),
+                                  lambda log, other: log.mkdir()], ids=["link", "pipe", "folder"])
+def test_a_launcher_log_that_is_no_file_is_not_written(tmp_path: Path, make: Callable[[Path, Path], None]) -> None:
+    (tmp_path / "other").write_text("kept")
+    log = RunDir(tmp_path / "r").create().launcher_log
+    log.parent.mkdir(exist_ok=True)
+    make(log, tmp_path / "other")
+    done = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
+    assert done.returncode == 3
+    assert "error: cannot write the launcher's log: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "other").read_text() == "kept"
+    assert left_over(tmp_path / "r") == {}
