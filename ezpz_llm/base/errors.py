@@ -224,6 +224,7 @@ _REMEDIES = {
     errno.EROFS: "another location (--run-dir, EZPZ_LLM_CACHE): this file system is read-only",
     errno.ELOOP: "a file instead of a symbolic link: ls -l shows where it points",
     errno.ENAMETOOLONG: "a path of at most 4095 bytes, with names of at most 255 bytes",
+    errno.EFBIG: "run ulimit -f unlimited before the command",
     errno.EMFILE: "run ulimit -n 65536 before the command",
     errno.ENFILE: "wait until other programs on this node have ended, or raise fs.file-max",
 }
@@ -231,7 +232,19 @@ _REMEDIES = {
 _MAX_SHOWN_PATH = 80
 
 
+def _open_closed_streams() -> None:
+    """Open closed standard streams (`>&-`) as /dev/null: otherwise the next open file becomes the stream."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Escape characters that the locale cannot encode, as stderr does, so that printing never raises.
         sys.stdout.reconfigure(errors="backslashreplace")

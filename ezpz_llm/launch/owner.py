@@ -7,6 +7,7 @@ file every few seconds, so that processes on other nodes can see that it is aliv
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shlex
@@ -117,6 +118,8 @@ def become_owner(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Owners
         raise UserError("another launch is starting in the run directory, or the file of its owner is damaged",
                         where=str(lock), instead="if no run uses the directory, remove that file") from error
     except OSError as error:
+        if error.errno in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
+            raise  # printed with advice by `run_command`
         raise UserError(f"cannot use the control folder of the run directory: {error.strerror}",
                         where=str(run_dir.control), instead="--run-dir DIR, with a writable directory") from error
     return Ownership(lock, new, killed_run_id)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launch_runs import clean_env
+from slowness import scaled
 
 from ezpz_llm import why
 from ezpz_llm.base import run_command
@@ -40,6 +44,22 @@ def test_a_link_in_place_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert printed.startswith("error: Too many levels of symbolic links\n")
     assert "a file instead of a symbolic link" in printed
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "-", sys.executable, "-m", "ezpz_llm.launch", "-n", "1",
+                           "--run-dir", "r", "echo", "ready"], cwd=tmp_path, env=clean_env(), timeout=scaled(60),
+                          stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    assert "ready" in (tmp_path / "r/logs/rank0000.log").read_text()
+
+
+def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
+    words = 'ulimit -f 0; exec "$0" -m ezpz_llm.launch -n 1 --run-dir r true'
+    done = subprocess.run(["bash", "-c", words, sys.executable], cwd=tmp_path, env=clean_env(), timeout=scaled(60),
+                          capture_output=True, text=True, check=False)
+    assert (done.returncode, "ulimit -f unlimited" in done.stderr) == (2, True), done.stderr
 
 
 def test_too_few_descriptors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
