@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from ezpz_llm.base import UserError, count_noun, print_lines, run_command
 from ezpz_llm.base.command_parser import CommandParser
@@ -78,6 +78,8 @@ def _choose_model(options: argparse.Namespace) -> tuple[ModelConfig, str, list[s
     """Return the model that the trainer would run with these options, its name, and the options as typed."""
     changes = {name: value for name in _SHAPE if (value := getattr(options, name)) is not None}
     source = options.init_from
+    if options.model and Path(options.model).exists():
+        raise UserError(f"{options.model} is a path, and --model is a name", instead=f"--init-from {options.model}")
     if not source:
         name = options.model or "tiny-gpt2"
         model, words = get_model_config(name, **changes), {"model": name, **changes}

@@ -15,12 +15,15 @@ Part = str | Table | Figure
 """Paragraph, table, or figure of a section."""
 
 _NARROW = "(max-width: 699px)"
+_LONG, _LONG_CLASS = 30, ' class="long"'
+"""Number of characters above which a cell, such as a command, is wrapped."""
 _STYLE = """
 :root { color-scheme: light dark; --line: #d1d9e0; }
 body { max-width: 72rem; margin: auto; padding: 1rem; font: 16px/1.5 sans-serif; overflow-wrap: anywhere; }
 .table { overflow-x: auto; overflow-wrap: normal; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+td.long { min-width: 16rem; white-space: normal; overflow-wrap: anywhere; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1rem 0; }
 figcaption { font-weight: 600; }
@@ -85,4 +88,8 @@ def _table(content: Table) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
+    return f"<tr>{''.join(map(_cell, cells))}</tr>\n"
+
+
+def _cell(text: str) -> str:
+    return f"<td{_LONG_CLASS if len(text) > _LONG else ''}>{escape(text)}</td>"

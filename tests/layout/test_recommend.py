@@ -71,6 +71,8 @@ def test_a_shape_of_options_or_of_a_config_json_is_recommended_with_its_options(
     listed = json.loads(printed(capsys, "--world", "2", "--init-from", str(tmp_path), "--json"))
     named = json.loads(printed(capsys, "--world", "2", "--model", "llama3-1b", "--json"))
     assert listed["named"] == named["named"]
+    with pytest.raises(UserError, match="is a path"):
+        main(["--model", str(tmp_path / "config.json")])
     with pytest.raises(UserError, match="both set the model"):
         main(["--model", "llama3-1b", "--init-from", str(tmp_path)])
 
