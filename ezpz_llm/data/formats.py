@@ -193,10 +193,10 @@ def _text_kind(path: Path, head: bytes, packing: Packing | None) -> Literal["tex
     body = head.removeprefix(BOM)
     if not looks_like_text(head) and (signature := find_signature_by_name(path)):
         raise _rejection(path, signature.what, signature.instead)
+    if suffix in (*_JSON_LINES, _JSON) and _ARRAY.match(body) and not _is_lines_of_arrays(path, head, packing):
+        return "array"
     if suffix in _JSON_LINES:
         return "lines"
-    if suffix == _JSON and _ARRAY.match(body):
-        return "array"
     if _OBJECT.match(body) and all(map(_is_object, _first_lines(path, head, packing))):
         return "lines"
     if suffix == _JSON:
@@ -229,10 +229,19 @@ def _first_lines(path: Path, head: bytes, packing: Packing | None) -> list[bytes
 
 
 def _is_object(line: bytes) -> bool:
+    return isinstance(_try_parse(line), dict)
+
+
+def _is_lines_of_arrays(path: Path, head: bytes, packing: Packing | None) -> bool:
+    lines = _first_lines(path, head, packing)
+    return len(lines) == 2 and all(isinstance(_try_parse(line), list) for line in lines)
+
+
+def _try_parse(line: bytes) -> Any:
     try:
-        return isinstance(parse_json(line, "a line", len(line)), dict)
+        return parse_json(line, "a line", len(line))
     except UserError:
-        return False
+        return None
 
 
 def _rejection(path: Path, kind: str, instead: str) -> UserError:

@@ -217,7 +217,7 @@ def _document_starts(documents: np.ndarray, offsets: np.ndarray, total: int, ite
 def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
     """Write the manifest of Megatron's tokens to `folder`.
 
-    The validation split is the last 2 % of the tokens, rounded to the start of a document.
+    The validation split is the last 2 % of the tokens, rounded to the start of a document if one is near.
 
     Raises:
         UserError: `read_index` fails, no tokenizer is given, or a sampled id is outside its vocabulary.
@@ -230,6 +230,9 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
     item = np.dtype(index.dtype).itemsize
     counts = _count(data, index, vocab_size)
     train_tokens, digest = _validation_start(index), sampled_hash(data.bin)
+    if show and train_tokens not in index.starts:
+        print_to_stderr("note: the validation split, the last 2 % of the tokens, begins within a document, since "
+                        "none begins near there")
     train, val = (Split(stop - first, [] if first == stop else [
         Shard(str(data.bin), stop - first, digest, first * item, index.tokens * item)])
         for first, stop in ((0, train_tokens), (train_tokens, index.tokens)))
@@ -306,14 +309,16 @@ def _check_ids(data: MegatronData, first: int, ids: np.ndarray, vocab_size: int)
 def _validation_start(index: MegatronIndex) -> int:
     """Return the first validation token.
 
-    This is the start of the first document in the last 2 % of the tokens, or of the last document before them.
+    This is the start of the first document in the last 2 % of the tokens, or of the last document before them. If
+    the split would then have less than 1 % or more than 4 % of the tokens, it is the start of the last 2 %.
     """
     target = int(index.tokens * (1 - MANY_FILES_VAL_FRACTION))
     inner = index.starts[1:-1]
     inner = inner[(inner > 0) & (inner < index.tokens)]
     if not inner.size:
         return target  # one document
-    return int(inner[min(int(np.searchsorted(inner, target)), inner.size - 1)])
+    start = int(inner[min(int(np.searchsorted(inner, target)), inner.size - 1)])
+    return start if 0.5 <= (index.tokens - start) / (index.tokens - target) <= 2 else target
 
 
 def _tokenizer_facts(data: MegatronData) -> tuple[TokenizerEntry, int, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 
 from ezpz_llm.base import UserError, user_path
@@ -11,6 +12,8 @@ from ezpz_llm.data.corpora import CORPORA
 from ezpz_llm.data.hub import HUB_PREFIX, find_dataset
 from ezpz_llm.data.shards import samples_per_block
 
+_NUMBER = re.compile(r"\d*\.?\d+")
+_JOINED = re.compile(r"(.+?)[:*@](.+)")
 _MAX_COMMAS = 8
 """Maximum number of commas in one path."""
 
@@ -53,7 +56,14 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
         UserError: a corpus is listed twice, a single corpus has a weight, or a weight is missing, not a number, or
             too small.
     """
-    if not {",", "="} & set(words) or os.path.exists(words):  # exists is also False for names that are too long
+    if os.path.exists(words):  # also False for names that are too long
+        return None
+    if pairs := _other_notation(words):
+        mixture = ",".join(f"{corpus}={weight}" for corpus, weight in pairs)
+        raise UserError("this is a mixture in the notation of another program", where=f"--corpus {words}",
+                        instead=f"--corpus {mixture}" if len(pairs) > 1 else
+                        f"--corpus {pairs[0][0]}, or several as A=0.7,B=0.3")
+    if not {",", "="} & set(words):
         return None
     parts = _split(words)
     if not any(part.number is not None or _exists(part.corpus) for part in parts):
@@ -73,6 +83,23 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     weights = [part.number or 0.0 for part in parts]
     samples_per_block([part.corpus for part in parts], weights)
     return [(part.corpus, weight) for part, weight in zip(parts, weights, strict=True)]
+
+
+def _other_notation(words: str) -> list[tuple[str, str]]:
+    """Return corpora and weights of a mixture like "0.7 A 0.3 B" (Megatron), "A,0.7,B,0.3" or "A:0.7,B:0.3".
+
+    Returns an empty list for other words.
+    """
+    pieces = re.split(r"[,\s]+", words.strip())
+    if joined := [match for piece in pieces if (match := _JOINED.fullmatch(piece))]:
+        pieces = [group for match in joined for group in match.groups()] if len(joined) == len(pieces) else []
+    if len(pieces) % 2:
+        return []
+    for corpora, weights in ((pieces[::2], pieces[1::2]), (pieces[1::2], pieces[::2])):
+        if (corpora and all(map(_NUMBER.fullmatch, weights))
+                and all(_exists(corpus) and not corpus.startswith(HUB_PREFIX) for corpus in corpora)):
+            return list(zip(corpora, weights, strict=True))
+    return []
 
 
 def absolute_corpus(words: str) -> str:

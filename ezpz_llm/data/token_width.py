@@ -26,7 +26,9 @@ _MAX_IDS = 1 << 20
 _CHANCE = 1e-9
 _WIDE = {"<u8": "64-bit integers", ">u8": "big-endian 64-bit integers", "<u4": "uint32 or int32",
          ">u4": "big-endian uint32 or int32"}
+_FLOATS = {"<f4": "float32", "<f8": "float64"}
 _NARROW = {"<u2": "uint16", ">u2": "big-endian uint16"}
+_MIN_FLOATS = 16
 _MIN_TEXT = 128
 """Minimum size of a text check in bytes; 64 true uint16 tokens are valid UTF-8 with a probability below 10^-9."""
 
@@ -70,6 +72,10 @@ def check_width(path: Path, dtype: np.dtype) -> None:
     with reading(path):
         content = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     sample = _sample(content)
+    for number, name in _FLOATS.items():
+        if _looks_like_float_ids(sample.view(number)):
+            raise UserError(f"these tokens look like {name}, not {dtype.name}", where=str(path),
+                            instead=_declare_advice(path, number))
     for wide, name in _WIDE.items():
         if np.dtype(wide).itemsize > dtype.itemsize > 1 and _looks_like_ids(sample.view(wide)):
             largest = int(_upper_half(sample.view(wide)).max())
@@ -137,6 +143,14 @@ def _looks_like_ids(items: np.ndarray) -> bool:
     small = items.size + np.count_nonzero(lower <= largest)
     # Frequent ids are below 65,536. The factor 16 is for the choice of `largest`.
     return upper.min() == 0 and bool(16 * (small / (2 * items.size)) ** items.size < _CHANCE)
+
+
+def _looks_like_float_ids(items: np.ndarray) -> bool:
+    """Return True if all items are whole numbers from 0 to `_MAX_IDS`, which integers are practically never."""
+    is_zero = items.view(f"<u{items.itemsize}") == 0
+    with np.errstate(all="ignore"):  # integers may look like NaN
+        is_id = (items >= 1) & (items < _MAX_IDS) & (items == np.floor(items))
+    return items.size >= _MIN_FLOATS and bool(is_id.any() and (is_id | is_zero).all())
 
 
 def _looks_like_bytes(content: np.ndarray) -> bool:

@@ -163,7 +163,7 @@ def test_nanogpt_characters(tmp_path: Path) -> None:
         prepare(str(tmp_path), "bytes", progress=False)
 
 
-TYPES = ["<u4", "<i4", ">u4", "<i8", "<u8", ">i8", ">u2", "u1"]
+TYPES = ["<u4", "<i4", ">u4", "<i8", "<u8", ">i8", ">u2", "u1", "<f4", "<f8"]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -173,7 +173,8 @@ def test_tokens_of_another_width_are_detected_and_the_advice_converts_them(tmp_p
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(map(chr, range(32, 132))))}))
     for name, part in (("train", ids[:5000]), ("val", ids[5000:])):
         part.astype(dtype).tofile(tmp_path / f"{name}.bin")
-    name = {"<u4": "uint32", "<i4": "uint32", ">u4": "big-endian uint32", ">u2": "big-endian uint16",
+    name = {"<f4": "look like float32", "<f8": "look like float64", "<u4": "uint32", "<i4": "uint32",
+            ">u4": "big-endian uint32", ">u2": "big-endian uint16",
             ">i8": "big-endian 64-bit", "u1": "one-byte|uint8"}.get(dtype, "64-bit integers")
     for act in (check_corpus, lambda corpus: prepare(corpus, progress=False)):
         with pytest.raises(UserError, match=name) as caught:

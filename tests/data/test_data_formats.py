@@ -111,6 +111,19 @@ def test_endless_document_does_not_fill_memory(tmp_path: Path,
         assert place in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ['[{"text": "one"}, {"text": "two"}]',
+                                  '[\n {"text": "one"},\n {"text": "two"}\n]\n'])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_array_in_a_jsonl_file_is_read_as_one(tmp_path: Path, text: str, packed: bool) -> None:
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    data = TokenData.open(prepare(str(path), "bytes", progress=False, val_fraction=0))
+    assert data.tokenizer.decode(data.split("train")[:]) == "<|endoftext|>one<|endoftext|>two"
+    path.write_bytes(b'[{"role": "user"}]\n[{"role": "user"}]\n')
+    with pytest.raises(UserError, match='line 1 has no "text": it is a list'):
+        prepare(str(path), "bytes", progress=False)
+
+
 @pytest.mark.parametrize("packed", [bytes, gzip.compress])
 def test_json_array_of_objects(tmp_path: Path, packed: object) -> None:
     """The array is longer than the read size, and so is one of its items."""

@@ -53,6 +53,15 @@ def test_tokens_are_read_in_place(tmp_path: Path, dtype: str) -> None:
     assert verify(folder) == 2
 
 
+@pytest.mark.parametrize("sizes", [[3000, 7000], [100, 9890, 10], [9500, 499, 1]])
+def test_a_long_document_does_not_move_the_validation_split_far(tmp_path: Path, sizes: list[int],
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    write_megatron(tmp_path / "a", [np.zeros(size, int) for size in sizes], "uint16")
+    data = TokenData.open(prepare(str(tmp_path / "a"), "bytes"))
+    assert len(data.split("val")) == 200
+    assert "note: the validation split, the last 2 % of the tokens, begins within a" in capsys.readouterr().err
+
+
 def test_a_document_of_several_sequences_and_an_empty_one(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "a", [np.arange(5), np.arange(3), np.arange(0), np.arange(7)], "uint16",
                             ends=[0, 2, 3, 4])

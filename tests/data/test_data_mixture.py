@@ -201,6 +201,10 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
     ("lr=0.1,a.txt=1", "lr=0.1 has no weight", "--corpus lr=0.1=1,a.txt=1"),
     ("m=0.5,a.txt", "a.txt has no weight", "--corpus m=0.5,a.txt=0.5"),  # Megatron's m.bin and m.idx
     ("a.txt=0.5,no,such.txt=0.5", "no has no weight", "ln -s PATH NAME"),
+    *((words, "in the notation of another program", "--corpus a.txt=0.7,b.txt=0.3") for words in (
+        "0.7,a.txt,0.3,b.txt", "0.7 a.txt 0.3 b.txt", "a.txt,0.7,b.txt,0.3", "a.txt:0.7,b.txt:0.3",
+        "0.7*a.txt,0.3*b.txt", "a.txt:0.7 b.txt:0.3")),
+    ("a.txt:0.7", "in the notation of another program", "--corpus a.txt, or several as A=0.7,B=0.3"),
 ])
 def test_mistyped_mixture_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, message: str,
                                          instead: str) -> None:
