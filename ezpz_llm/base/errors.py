@@ -11,6 +11,7 @@ import errno
 import importlib
 import importlib.util
 import io
+import itertools
 import os
 import re
 import sys
@@ -106,6 +107,7 @@ EXIT_IDLE = 124
 """Exit code if the watchdog stopped a hanging run (the same as timeout(1))."""
 
 _EXIT_HANDLERS_S = 5.0
+_MAX_SIBLINGS = 1000
 _MAX_COMPARED = 100
 """Maximum number of characters of a word that are compared with known words: difflib takes quadratic time."""
 _ends_at_once = False
@@ -154,6 +156,15 @@ def nearest_names(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     completions = [name for name in known if len(word) > 2 and name.startswith(word)]
     similar = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
     return [*completions, *(name for name in similar if name not in completions)][:count]
+
+
+def did_you_mean(path: str | os.PathLike[str], otherwise: str | None = None) -> str | None:
+    """Return a hint for a missing path: the most similar names beside it, else `otherwise`."""
+    folder, name = os.path.split(os.path.normpath(path))
+    with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
+        if near := nearest_names(name, [entry.name for entry in itertools.islice(entries, _MAX_SIBLINGS)]):
+            return f"did you mean {' or '.join(os.path.join(folder, other) for other in near)}?"
+    return otherwise
 
 
 def unknown_name_error(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, nearest_names, print_lines
+from ezpz_llm.base import UserError, did_you_mean, print_lines
 from ezpz_llm.checkpoint.chain import on_chain
 from ezpz_llm.checkpoint.manifest import (
     MANIFEST,
@@ -104,10 +104,7 @@ def candidates(where: str | Path) -> list[Path]:
     """
     path = Path(where)
     if not path.is_dir():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = [str(path.with_name(name)) for name in nearest_names(path.name, siblings)]
-        raise UserError(f"no run directory or checkpoint at {path}",
-                        instead=f"did you mean {' or '.join(near)}?" if near else None)
+        raise UserError(f"no run directory or checkpoint at {path}", instead=did_you_mean(path))
     if (path / MANIFEST).is_file():
         return [path]
     checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, is_one_line, make_private, untrusted_input
+from ezpz_llm.base import UserError, did_you_mean, is_one_line, make_private, untrusted_input
 
 RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
 """Environment variable with the run directory. `launch` sets it for every rank."""
@@ -136,7 +136,7 @@ class RunDir:
         """
         if not self.path.is_dir():
             raise UserError("the run directory does not exist: it was removed, or never created",
-                            where=str(self.path), instead="the directory of a run")
+                            where=str(self.path), instead=did_you_mean(self.path, "the directory of a run"))
 
     def claim(self) -> bool:
         """Create this directory exclusively, so that no other run can use its default name.

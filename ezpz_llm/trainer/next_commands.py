@@ -11,6 +11,7 @@ from pathlib import Path
 from ezpz_llm.base import UserError
 from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.data.tokenizers import Tokenizer
+from ezpz_llm.launch.node.messages import read_stop_order
 from ezpz_llm.launch.option_parsing import program_file, read_command
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.layout.value_source import Origin
@@ -32,8 +33,9 @@ def next_commands(session: Session, failed: bool) -> str:
     if session.checkpoints.latest_step is not None:
         prompt = _prompt_option(session.data.tokens.tokenizer)
         commands.append(("write text with it", f"ezpz-llm generate {run_dir}{prompt}"))
-        if not failed:
-            commands.append(("train it further", _resume_command(session, run_dir)))
+        if not failed and not _is_stopped_by_launch(session):
+            purpose = "continue it" if session.step < session.config.steps else "train it further"
+            commands.append((purpose, _resume_command(session, run_dir)))
     width = max(len(purpose) for purpose, _ in commands)
     return "next\n" + "".join(f"  {purpose:<{width}}  {to_typable(command)}\n" for purpose, command in commands)
 
@@ -63,6 +65,12 @@ def _resume_command(session: Session, run_dir: str) -> str:
     # --resume restores the run's settings, but not its device.
     device = "" if session.plan.sources["device"].origin is Origin.DEFAULT else f" --device {config.device}"
     return f"{launch}{program(sys.orig_argv)} --resume {run_dir}{steps}{device}"
+
+
+def _is_stopped_by_launch(session: Session) -> bool:
+    """Return True if launch is ending the run; it then prints the command that resumes."""
+    run_id = os.environ.get(RUN_ID_VARIABLE)
+    return run_id is not None and read_stop_order(session.dist.run_dir, run_id) is not None
 
 
 def program(command: Sequence[str]) -> str:

@@ -48,8 +48,7 @@ def finish(session: Session) -> int:
             checkpoints=checkpoint_cost(session))
         optional.attempt("the summary", lambda: report(session, straggler, bubble, failed=bool(errors)))
     if stopped is not None and session.dist.is_main and not session.has_failed:
-        print_lines(f"stopped after step {session.step} of {session.config.steps}: {stopped}\n"
-                    f"  continue with: the same command and --resume {session.dist.run_dir.path}")
+        print_lines(f"stopped after step {session.step} of {session.config.steps}: {stopped}")
     # Every rank prints them, since the post-mortem may quote the log of any rank.
     for error in errors:
         print_lines(f"error: {error}", file=sys.stderr)

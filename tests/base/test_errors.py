@@ -14,7 +14,7 @@ from slowness import scaled
 
 from ezpz_llm import base
 from ezpz_llm.base import count_noun
-from ezpz_llm.base.errors import EXIT_USAGE, UserError, run_command, unknown_name_error
+from ezpz_llm.base.errors import EXIT_USAGE, UserError, did_you_mean, run_command, unknown_name_error
 from ezpz_llm.base.package_data import user_path
 
 
@@ -106,3 +106,10 @@ def test_exit_of_other_code_is_not_success(tmp_path: Path, code: str) -> None:
 @pytest.mark.parametrize("code", [0, 256])
 def test_user_error_never_exits_with_0(code: int) -> None:
     assert UserError("x", exit_code=code).exit_code == EXIT_USAGE
+
+
+def test_a_missing_path_names_the_one_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "my_text").mkdir()
+    assert did_you_mean(tmp_path / "my_tex") == f"did you mean {tmp_path / 'my_text'}?"
+    assert did_you_mean(tmp_path / "other", "a file") == "a file"
+    assert did_you_mean(tmp_path / "absent/my_tex") is None

@@ -239,7 +239,7 @@ def test_invalid_names_and_numbers(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("text")
     for arguments, message in [
-        (["shakespear"], "did you mean shakespeare"),
+        (["shakespear"], "did you mean shakespeare"), ([tmp_path / "folde"], f"did you mean {tmp_path}/folder?"),
         ([tmp_path / "missing.txt"], "no such corpus file or folder"),
         ([tmp_path / "folder"], "the folder contains no non-empty files"),
         ([tmp_path / "a.txt", "--tokenizer", "byte"], "did you mean bytes"),

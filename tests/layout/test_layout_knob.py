@@ -56,7 +56,8 @@ def test_hpz_changes_the_estimates_of_memory_and_traffic(zeropp) -> None:
 
 def test_a_key_that_no_certificate_covers_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}))
+    path.write_text(json.dumps({"zero_optimization": {
+        "stage": 2, "round_robin_gradients": True, "stage3_gather_16bit_weights_on_model_save": True}}))
     notes = " ".join(resolve(Request(str(path), world_size=4, model=TINY)).notes)
     assert "uncertified: round_robin_gradients of mine.json; no certificate covers" in notes
 

@@ -56,7 +56,7 @@ def check_stopped(run_dir: Path, out: str, reason: str) -> None:
     assert record.exit.code == 0
     assert reason in record.stopped
     assert f"stopped after step {step} of 100000: {record.stopped}" in out
-    assert f"--resume {run_dir}" in out
+    assert f" --resume {run_dir.name}\n" in out
     assert [line["step"] for line in read_lines(RunDir(run_dir).metrics)] == list(range(1, step + 1))
     assert complete_checkpoints(run_dir / "checkpoints")[-1].name == f"step-{step:08d}"
 
@@ -95,6 +95,7 @@ def test_ctrl_c_prints_a_reply_at_once_and_is_reported_as_an_interrupt(tmp_path:
     assert record.stopped == "interrupted by Ctrl-C (SIGINT)"
     assert f"stopped after step {record.steps} of 100000: {record.stopped}" in out
     assert "over step" not in out, "the charts are in plots/"
+    assert (out + err).count("--resume") == 1, "only launch prints the command that resumes"
     assert load_runs([run_dir])[0].state.startswith(f"stopped after step {record.steps} of 100000: interrupted")
 
 

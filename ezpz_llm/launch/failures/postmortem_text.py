@@ -148,7 +148,7 @@ def _cause_lines(content: Content, with_lines: bool) -> list[str]:
         lines += [f"  printed before that: {_shorten(line)}" for line in error_line_before_crash(cause)]
     if cause.oom_killed:
         lines.append(f"  {cause.oom_killed}")
-    if with_lines:
+    if with_lines and cause.tail != (verdict.evidence,):
         lines += [f"  | {line}" for line in _collapse_similar_lines(cause.tail)] or ["  (no output)"]
     lines.append(f"  log: {content.run_dir.rank_log(cause.rank)}")
     return lines
