@@ -64,7 +64,7 @@ def _check_stdin(options: Options, world_size: int) -> None:
     typed = shlex.join(options.command)
     raise UserError("ranks cannot read their program from standard input: rank 0 reads it only with --stdin, and"
                     " other ranks have none", where=f"the command to launch: {typed}",
-                    instead=f"save the program to a file: launch … {options.command[0]} FILE")
+                    instead="save the program to a file, and pass that file to the interpreter")
 
 
 def _exec_command(plan: LaunchPlan) -> int:

@@ -379,15 +379,28 @@ _INTERPRETERS = (
 )
 
 
+_STDIN = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+_WRAPPERS = ("env", "nice", "ionice", "timeout", "time", "nohup", "setsid", "stdbuf", "numactl", "taskset",
+             "apptainer", "singularity")
+"""Programs that start the program in their arguments."""
+
+
 def reads_program(words: tuple[str, ...]) -> bool:
-    """Return True for an interpreter that reads its program from standard input, such as `python3 -`."""
+    """Return True for an interpreter that reads its program from standard input, such as `env A=1 python3 -`."""
+    if os.path.basename(words[0]) in _WRAPPERS:
+        # Without "-", an interpreter's name may be an argument of another program.
+        return words[-1] in _STDIN and any(_reads_program(words[start:]) for start in range(1, len(words)))
+    return _reads_program(words)
+
+
+def _reads_program(words: tuple[str, ...]) -> bool:
     name = os.path.basename(words[0])
     for names, others, valued in _INTERPRETERS:
         if not names.fullmatch(name):
             continue
         arguments = iter(words[1:])
         for word in arguments:
-            if word == "-" or (word == "-s" and "-o" in valued):
+            if word in _STDIN or (word == "-s" and "-o" in valued):
                 return True
             if not word.startswith("-") or others.match(word):
                 return False

@@ -34,7 +34,8 @@ def test_rank_0_reads_standard_input_if_requested(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
-@pytest.mark.parametrize("words", ["-n 2 python3 -", "-n 2 --stdin python3 -", "-n 2 bash -s", "-n 1 python3"])
+@pytest.mark.parametrize("words", ["-n 2 python3 -", "-n 2 --stdin python3 -", "-n 2 bash -s", "-n 1 python3",
+                                   "-n 2 env python3 -"])
 def test_a_program_from_standard_input_is_rejected(tmp_path: Path, words: str) -> None:
     done = _shell(tmp_path, f"launch {words} < list", "print(1)\n")
     assert done.returncode == 2
@@ -47,6 +48,9 @@ def test_a_program_from_standard_input_is_rejected(tmp_path: Path, words: str) -
     ("python3 x.py -", False), ("python3 -m x", False), ("python3 -um x", False), ("python3 -c 1", False),
     ("python3 --version", False), ("bash", True), ("bash -s 1", True), ("/bin/zsh -o err", True),
     ("bash -lc x", False), ("sh x.sh", False), ("cat -", False), ("./python-tool", False),
+    ("python3 /dev/stdin", True), ("env A=1 python3 -", True), ("nice -n 5 bash -s -", True),
+    ("env python3 x.py -", False),
+    ("timeout 5 sh /dev/fd/0", True), ("apptainer exec x.sif python3 -", True), ("nohup cat -", False),
 ])
 def test_interpreters_without_a_program(command: str, expected: bool) -> None:
     assert reads_program(tuple(command.split())) is expected
