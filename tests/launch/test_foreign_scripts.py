@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import need_mpiexec
-from places import TESTS
+from places import ROOT
 from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
@@ -29,7 +29,7 @@ from ezpz_llm.base.package_data import cache_dir, data_dir
 from ezpz_llm.launch.dialects.srun_mpi import mpi_settings, offered_plugins
 from ezpz_llm.launch.mpi_world import detect_mpi, find_disconnected_mpi
 
-SCRIPTS = TESTS / "foreign_scripts"
+SCRIPTS = ROOT / "examples/unchanged"
 NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deepspeed",
          "accelerate_fit": "accelerate", "hf_trainer": "accelerate"}
 WAYS = {"mpiexec": ("mpiexec", None), "torchrun": ("torchrun", None), "srun, pmi2": ("srun", "pmi2"),
@@ -94,7 +94,7 @@ def _has_aborted_at_exit(run_dir: Path) -> bool:
 def _write(script: str, way: str, nodes: int, result: str, seconds: float) -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {
         "command": "python3 benchmarks/record.py foreign-scripts",
-        "what": "2 ranks of each script of tests/foreign_scripts on simulated nodes with real Slurm; seconds of the"
+        "what": "2 ranks of each script of examples/unchanged on simulated nodes with real Slurm; seconds of the"
                 " whole job, all ranks on one machine's cores", "cores": os.cpu_count(), "versions": {}, "runs": {}}
     names = ("torch", "mpi4py", "deepspeed", "accelerate", "transformers")
     found["versions"] = {name: importlib.metadata.version(name) for name in names}
