@@ -91,6 +91,9 @@ class CommandParser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             words = message.partition(": ")[2].split()
             option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+            if option is not None and (others := self._subcommands_with(option)):
+                raise UserError(f"this subcommand has no option {option}", where=self.prog,
+                                instead=f"omit {option}, which is an option of {self.prog} {', '.join(others)}")
             if option is not None:
                 raise unknown_option_error(option, self._options(), where=self.prog, remark=help_page)
         match = re.fullmatch(r"argument (.*): (invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
@@ -103,6 +106,11 @@ class CommandParser(argparse.ArgumentParser):
             if match := re.fullmatch(pattern, message, re.DOTALL):
                 raise UserError(match.expand(replacement), where=self.prog, instead=help_page)
         raise UserError(message, where=self.prog, instead=help_page)
+
+    def _subcommands_with(self, option: str) -> list[str]:
+        """Return the names of the subcommands that have an option."""
+        return [name for action in self._actions if isinstance(action, argparse._SubParsersAction)
+                for name, subparser in action.choices.items() if option in subparser._options()]
 
     def _options(self) -> set[str]:
         """Return the options of this parser and of its subcommands. argparse lets the outer parser reject unknown

@@ -34,7 +34,8 @@ class Option:
         words: spellings, such as ("-h", "--help").
         field: name of its value in the result.
         value: placeholder for the value in the help text; None for a flag.
-        convert: parses the value; raises ValueError with a description of valid values.
+        convert: parses the value; raises ValueError with a description of valid values, and optionally with one to
+            type instead.
         repeats: collect the values of all occurrences in a tuple.
     """
 
@@ -80,7 +81,9 @@ def split_options(words: Sequence[str], options: Sequence[Option],
             converted = option.convert(value)
             values[option.field] = (*values.get(option.field, ()), converted) if option.repeats else converted
         except ValueError as error:
-            raise UserError(f"{name} {value!r} is not {error}", instead=f"{name} {option.value}") from error
+            description, *valid = error.args
+            raise UserError(f"{name} {value!r} is not {description}",
+                            instead=f"{name} {valid[0] if valid else option.value}") from error
         if not value:
             # Most likely an unset shell variable.
             raise UserError(f"the value of {name} is empty", instead=f"{name} {option.value}")

@@ -103,7 +103,10 @@ def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
                 if name in line:
                     optional_values[name][number] = _number(line[name])
         except (KeyError, TypeError, OverflowError) as error:
-            raise UserError(f"step record {number + 1} is invalid ({error!r})", where=where,
+            problem = ("step is missing" if "step" not in line else
+                       str(error) if isinstance(line["step"], int) else
+                       f"step is {shorten_value(line['step'])}, not a whole number")
+            raise UserError(f"step record {number + 1} is invalid: {problem}", where=where,
                             instead="remove this line") from error
     width = len(ON_EACH_LINE)
     columns = {name: values[index::width] for index, name in enumerate(ON_EACH_LINE)}

@@ -41,10 +41,10 @@ def read_duration(text: str) -> int:
     if "-" in text and parts.get("hours", 0) > 23:
         parts = {}
     if text.isdecimal() and text.isascii():
-        raise ValueError(f"a time with a unit (PBS would read {text} as seconds, Slurm as minutes); for minutes, "
-                         f"write {text}m; accepted: {ACCEPTED}")
+        raise ValueError(f"a time with a unit (PBS would read {text} as seconds, Slurm as minutes)",
+                         f"{text}m for minutes, or {ACCEPTED}")
     if not parts:
-        raise ValueError(f"a duration: {ACCEPTED}")
+        raise ValueError("a duration", ACCEPTED)
     total = (86400 * parts.get("days", 0) + 3600 * parts.get("hours", 0) + 60 * parts.get("minutes", 0)
              + parts.get("seconds", 0))
     if not 0 < total <= MAX_SECONDS:

@@ -12,6 +12,7 @@ from slowness import scaled
 
 from ezpz_llm.base import UserError
 from ezpz_llm.base.synonyms import options_in, rows
+from ezpz_llm.data import __main__ as data
 from ezpz_llm.launch import option_parsing
 from ezpz_llm.submit import options as submit_options
 from ezpz_llm.trainer import options as trainer_options
@@ -123,3 +124,9 @@ def test_origin_of_an_option_is_printed():
                           text=True, timeout=scaled(60), check=False)
     assert done.returncode == 2
     assert "an option of deepspeed and torch.distributed.launch, which add it" in done.stderr
+
+
+def test_an_option_of_another_subcommand_is_not_its_own_answer():
+    with pytest.raises(UserError, match="this subcommand has no option --tokenizer") as raised:
+        data.main(["show", "x", "--tokenizer", "gpt2"])
+    assert re.fullmatch(r"omit --tokenizer, which is an option of .*data prepare", raised.value.instead)

@@ -136,9 +136,11 @@ def test_invalid_run_directories(tmp_path):
     with pytest.raises(UserError, match="this is not JSON") as error:
         load_runs([damaged])
     assert error.value.where.endswith("metrics.jsonl, line 2, column 1")
-    (damaged / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 2}\n')
-    with pytest.raises(UserError, match="step record 2 is invalid"):
-        load_runs([damaged])
+    for line, problem in (('{"loss": 2}', "step is missing"), ('{"step": 1.0}', "step is 1.0, not a whole number"),
+                          ('{"step": 2, "loss": "x"}', "'x' is not a number")):
+        (damaged / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(UserError, match=f"step record 2 is invalid: {problem}"):
+            load_runs([damaged])
     RunDir(tmp_path / "empty").create()
     write_json(tmp_path / "empty" / "run.json", {"launch": {"typed": []}})
     with pytest.raises(UserError, match="no step has been written yet"):

@@ -236,8 +236,10 @@ def test_site_modules_precede_the_path_of_the_login_node(tmp_path: Path) -> None
 
 
 def test_time_without_a_unit_is_rejected_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"PBS would read 60 as seconds, .*; for minutes, write 60m"):
-        parse(["--nodes", "1", "--time", "60", "--", "launch", "hostname"])
+    for text, instead in (("60", "--time 60m for minutes, or H:MM:SS"), ("1:30", "--time H:MM:SS, D-HH:MM:SS, or")):
+        with pytest.raises(UserError, match=r"is not a (time with a unit|duration)") as caught:
+            parse(["--nodes", "1", "--time", text, "--", "launch", "hostname"])
+        assert caught.value.instead.startswith(instead)
 
 
 def test_a_job_submitted_from_a_job_does_not_inherit_its_variables() -> None:
