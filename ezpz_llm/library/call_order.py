@@ -32,6 +32,8 @@ _numbers = count()
 class CallOrder:
     """Calls of a model on the first two data-parallel ranks, compared through the store of the process group.
 
+    Under tensor parallelism, these are two groups of ranks, in which each rank compares with that of the same share.
+
     Both ranks record calls that every rank must make, without waiting. A rank compares a call without gradients, a
     backward pass that uses other modules than the one before, and each call up to the first _COMPARED backward
     passes, with that of the other rank. Other ranks do nothing.
@@ -46,10 +48,10 @@ class CallOrder:
         """
         self._rank, ranks = mesh.place("dp", "sp")
         # A model of one rank, such as a reference, is not counted, since other ranks may not have it.
-        self._key = f"ezpz_llm/calls/{next(_numbers) if ranks > 1 else None}"
+        self._key = f"ezpz_llm/calls/{next(_numbers) if ranks > 1 else None}/{mesh.tp_rank}"
         self._gathers = gathers
         self._reduces = reduces
-        self._is_active = ranks > 1 and self._rank < 2 and mesh.tp_rank == 0
+        self._is_active = ranks > 1 and self._rank < 2
         self._calls = self._passes = 0
         self._modules = [name for name, part in module.named_modules()
                          if any(parameter.requires_grad for parameter in part.parameters(recurse=False))]

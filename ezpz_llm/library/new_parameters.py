@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -13,51 +12,35 @@ from torch.nn.modules.module import (
 )
 
 from ezpz_llm.base import UserError
+from ezpz_llm.library.callers import is_called_by_script
 
 
-class KnownParameters:
-    """Parameters of a wrapped module. A new one, also in a new submodule, raises a UserError."""
-
-    def __init__(self, module: nn.Module) -> None:
-        """Check from now on."""
-        self._parameters = set(module.parameters())
-        self._is_open = False
-        if not _OWNERS:
-            register_module_parameter_registration_hook(_check_parameter)
-            register_module_module_registration_hook(_check_module)
-        for part in module.modules():
-            _OWNERS[part] = self
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Allow other parameters in this context, for the layout."""
-        self._is_open = True
-        try:
-            yield
-        finally:
-            self._is_open = False
-
-    def check(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
-        """Check that parameters of a new attribute are known.
-
-        Raises:
-            UserError: one is new.
-        """
-        if not self._is_open and any(parameter not in self._parameters for parameter in parameters):
-            raise UserError(f"a new parameter in {name} of a wrapped model", where="model.module",
-                            instead="the change before wrap, or for new values parameter.copy_(…) under "
-                                    "torch.no_grad() in model.gathered()")
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, set[nn.Parameter]] = weakref.WeakKeyDictionary()
+"""Parameters of the wrapped model that each module belongs to."""
 
 
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, KnownParameters] = weakref.WeakKeyDictionary()
-"""Known parameters of the wrapped model that each module belongs to."""
+def reject_new_parameters(model: nn.Module) -> None:
+    """Raise a UserError when the script adds a parameter to a module of the model, also in a new submodule."""
+    if not _KNOWN:
+        register_module_parameter_registration_hook(_check_parameter)
+        register_module_module_registration_hook(_check_module)
+    parameters = set(model.parameters())
+    for module in model.modules():
+        _KNOWN[module] = parameters
 
 
-def _check_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    if (known := _OWNERS.get(module)) is not None and parameter is not None:
-        known.check(name, [parameter])
+def _check_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if module in _KNOWN and parameter is not None and is_called_by_script():
+        _check(module, name, [parameter])
 
 
-def _check_module(module: nn.Module, name: str, submodule: nn.Module) -> None:
-    if (known := _OWNERS.get(module)) is not None and submodule is not None:
-        known.check(name, submodule.parameters())
+def _check_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if module in _KNOWN and submodule is not None and is_called_by_script():
+        _check(module, name, submodule.parameters())
+
+
+def _check(module: nn.Module, name: str, parameters: Iterable[nn.Parameter]) -> None:
+    if any(parameter not in _KNOWN[module] for parameter in parameters):
+        raise UserError(f"a new parameter in {name} of a wrapped model", where="model.module",
+                        instead="the change before wrap, or for new values parameter.copy_(…) under "
+                                "torch.no_grad() in model.gathered()")

@@ -6,7 +6,6 @@ what a script writes to it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ezpz_llm.base import UserError
 from ezpz_llm.dist.private_names import plain_functions
+from ezpz_llm.library.callers import is_called_by_script
 from ezpz_llm.model.parameters import placement_of, whole_box
 
 _SIZES = {"shape", "size", "numel", "dim", "ndim", "__len__", "stride", "nbytes"}
@@ -28,9 +28,6 @@ _WITHOUT_VALUES = {
     "__repr__", "__hash__", "__format__", "is_contiguous", "_base", "output_nr", "name", "names", "get_device",
     "is_cpu", "is_nested", "is_quantized", "_is_view"}
 """Attributes and methods that do not read or write values."""
-_OF_LAYOUTS = ("ezpz_llm.", "deepspeed.", "torch.distributed.fsdp.", "torch.distributed.tensor.",
-               "torch.distributed._composable.", "torch.nn.modules.linear.")
-"""Packages and modules that may use shards. A linear layer under tensor parallelism has one during a pass."""
 
 
 def guard(module: nn.Module, layout: str) -> None:
@@ -64,7 +61,7 @@ def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     name = _name_of(func)
-    if name not in _WITHOUT_VALUES and _is_called_by_script():
+    if name not in _WITHOUT_VALUES and is_called_by_script():
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
             for parameter in value if isinstance(value, list | tuple) else (value,):
@@ -118,17 +115,3 @@ def _name_of(function: Any) -> str:
         attribute = function.__self__
         return str(getattr(attribute, "fget", attribute).__name__)
     return "torch.autograd.grad" if function is torch.autograd.grad else str(function.__name__)
-
-
-def _is_called_by_script() -> bool:
-    """Return True if the first caller outside of torch is not the layout's code."""
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back
-    while frame is not None:
-        module = f"{frame.f_globals.get('__name__')}."
-        if module.startswith(_OF_LAYOUTS):
-            return False
-        if not module.startswith("torch."):
-            return True
-        frame = frame.f_back
-    return False

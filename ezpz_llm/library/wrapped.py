@@ -19,7 +19,7 @@ from ezpz_llm.library.forward_writes import ForwardWrites
 from ezpz_llm.library.input_dtype import cast_inputs, explained_dtypes
 from ezpz_llm.library.loss_graph import kept_gradients, leaves, restricted
 from ezpz_llm.library.module_methods import WholeState, guard_methods
-from ezpz_llm.library.new_parameters import KnownParameters
+from ezpz_llm.library.new_parameters import reject_new_parameters
 from ezpz_llm.library.optimizer_groups import OptimizerGroups
 from ezpz_llm.library.parameter_hooks import ParameterHooks
 from ezpz_llm.library.parameter_use import ParameterUse
@@ -74,7 +74,7 @@ class Wrapped:
         self._is_first_step = True
         self._is_cleared = False
         self._whole = WholeState()
-        self._known = KnownParameters(self.module)
+        reject_new_parameters(self.module)
         cast_inputs(self.module, dtype)
         guard_methods(self, engine.layout.name, self._whole, is_sharded=gathers or run.mesh.tp_size > 1)
         _LIVE.add(self)
@@ -344,8 +344,7 @@ class Wrapped:
             yield
             return
         require_all_ranks(self._run.dist, call)
-        with (self._known.open(),
-              whole_parameters(self._engine, self._run.dist, self.module if part is None else part) as shown,
+        with (whole_parameters(self._engine, self._run.dist, self.module if part is None else part) as shown,
               self._whole.open(part), self._gradients.lent(shown)):
             yield
 

@@ -2,7 +2,7 @@
 
 Usage: mpiexec -n 2 python3 loop_ranks.py FOLDER LAYOUT PRECISION LOOP…
 
-LAYOUT may be ddp!summed, which plants a fault: ddp sums gradients over ranks.
+LAYOUT may be ddp!first, which plants a fault: ddp takes the gradients of rank 0 instead of the average.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def result_of(run: ezpz_llm.Run, name: str, session: RankSession) -> dict[str, A
         return {"bug": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-2500:]}
 
 
-def sum_gradients() -> None:
-    """Plant a fault: gradients are summed over ranks."""
+def take_first_gradients(rank: int) -> None:
+    """Plant a fault: gradients are those of rank 0 instead of the average."""
     start = GradientReducer.__init__
 
     def faulty(self: GradientReducer, *arguments: Any) -> None:
         start(self, *arguments)
-        self._share = 1.0
+        self._share = float(rank == 0)
 
     GradientReducer.__init__ = faulty  # type: ignore[method-assign]
 
@@ -102,9 +102,9 @@ def _end(*_: object) -> None:
 def main() -> None:
     folder, layout, precision, *names = sys.argv[1:]
     layout, _, fault = layout.partition("!")
-    if fault:
-        sum_gradients()
     run = ezpz_llm.setup(device="cpu", run_dir=Path(folder) / "run")
+    if fault:
+        take_first_gradients(run.rank)
     if run.is_main:
         path = ds_config(layout, precision, Path(folder))
     path = broadcast(run.dist, path if run.is_main else None)  # written once, since all ranks read it

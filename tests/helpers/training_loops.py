@@ -503,7 +503,7 @@ def clipping_after_evaluation(session: Session) -> Any:
         model.backward(mse_loss(model(x), y))
         with torch.no_grad():
             model(x)
-        nn.utils.clip_grad_norm_(model.module.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(model.module.parameters(), 0.5)
         model.step()
     return model
 
@@ -516,7 +516,7 @@ def clipping_by_parameter_groups(session: Session) -> Any:
         x, y = session.batch(number)
         model.backward(mse_loss(model(x), y))
         nn.utils.clip_grad_norm_([parameter for group in model.optimizer.param_groups
-                                  for parameter in group["params"]], 0.05)
+                                  for parameter in group["params"]], 0.5)
         model.step()
     return model
 
@@ -727,7 +727,7 @@ def reload_best(session: Session) -> Any:
 @loop(right=True)
 def clipping_by_wrap(session: Session) -> Any:
     net = made()
-    model = session.wrap(net, sgd(net), accumulation=2, clip=0.05)
+    model = session.wrap(net, sgd(net), accumulation=2, clip=0.5)
     train(session, model, range(6))
     return model
 
@@ -739,7 +739,7 @@ def clipping_by_torch(session: Session) -> Any:
     for number in range(4):
         x, y = session.batch(number)
         model.backward(mse_loss(model(x), y))
-        nn.utils.clip_grad_norm_(model.module.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(model.module.parameters(), 0.5)
         model.step()
     return model
 
