@@ -32,7 +32,7 @@ _numbers = count()
 class CallOrder:
     """Calls of a model on the first two data-parallel ranks, compared through the store of the process group.
 
-    Under tensor parallelism, these are two groups of ranks, in which each rank compares with that of the same share.
+    Under tensor parallelism, these are two groups of ranks. A rank compares with the rank of the same share.
 
     Both ranks record calls that every rank must make, without waiting. A rank compares a call without gradients, a
     backward pass that uses other modules than the one before, and each call up to the first _COMPARED backward

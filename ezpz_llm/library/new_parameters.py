@@ -14,7 +14,6 @@ from torch.nn.modules.module import (
 from ezpz_llm.base import UserError
 from ezpz_llm.library.callers import is_called_by_script
 
-
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, set[nn.Parameter]] = weakref.WeakKeyDictionary()
 """Parameters of the wrapped model that each module belongs to."""
 
