@@ -84,7 +84,7 @@ def test_a_hang_and_a_killed_launch(tmp_path: Path) -> None:
     text = _why(tmp_path, "r", "--silent-after", "2")
     assert "rank 2: training, step 3" in text
     assert f"silent: rank 2 on {os.uname().nodename}: training, step 3" in text
-    assert "in never_comes" in text
+    assert re.search(r"in never_comes|never_comes \(", text)  # by faulthandler or py-spy
     assert (tmp_path / "r/stacks/rank0002.txt").exists()
     answer = json.loads(_why(tmp_path, "r", "--silent-after", "2", "--json"))
     assert (answer["state"], answer["silent"]) == ("running", [2])
