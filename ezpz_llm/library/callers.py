@@ -1,4 +1,4 @@
-"""Who calls torch: the script, or the layout's code."""
+"""Caller of a function of torch: the script, or the code of a layout."""
 
 from __future__ import annotations
 
