@@ -63,17 +63,18 @@ def _errors(session: Session) -> list[str]:
     if session.config.overfit_one_batch and not stopped and (failure := checks.overfit_failure()):
         errors.append(f"{failure}\n  instead: more --steps, --dropout 0, a smaller batch, or fix the model")
     if session.has_failed or session.spikes.last_loss_non_finite:
+        advice = _bad_steps_advice(session.config, session.plan.resolved.clip)
         errors.append(f"the run failed after step {session.step} of {session.config.steps}: "
-                      f"{stopped or session.spikes.reason()}\n  instead: {_bad_steps_advice(session.config)}")
+                      f"{stopped or session.spikes.reason()}\n  instead: {advice}")
     if session.checkpoints.error is not None:
         errors.append(str(session.checkpoints.error))
     return errors
 
 
-def _bad_steps_advice(config: RunConfig) -> str:
+def _bad_steps_advice(config: RunConfig, clip: float | None) -> str:
     """Return the settings to try after too many bad steps, without those that the run has."""
     advice = [f"--lr below {config.lr:g}"]
-    if not config.clip or config.clip > 1:
+    if not clip or clip > 1:
         advice.append("--grad-clip 1")
     if config.on_bad_steps != "rollback":
         advice.append("--on-bad-steps rollback")

@@ -202,6 +202,7 @@ def test_a_run_that_ends_with_nan_fails_even_if_too_short_to_be_stopped(alone, t
     assert done.code == 1
     assert "from step 3 on" in done.err
     assert "train it further" not in done.out
+    assert "--grad-clip 1" not in done.err, "it is the default"
 
 
 @pytest.mark.full
