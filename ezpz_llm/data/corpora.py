@@ -39,7 +39,7 @@ _FILES = "text, JSON lines or parquet"
 _BY_CONTENT = "formats by content"
 """Part of a corpus's identity, so that shards from versions that detected formats by name are not reused."""
 _SPECIAL_FILES = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a character device",
-                  stat.S_ISBLK: "a block device"}
+                  stat.S_ISBLK: "a block device", stat.S_ISDIR: "a link to a folder"}
 _MAX_LISTED = 8
 """Files that a note lists."""
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -140,7 +140,7 @@ def find_corpus(corpus: str) -> Corpus:
 
 def _path_corpus(path: Path) -> Corpus:
     if path.is_dir():
-        sources = [_source_file(file, file.relative_to(path).as_posix()) for file in _walk(path)]
+        sources = [_source_file(file, file.relative_to(path).as_posix()) for file in _walk(path, with_links=True)]
     else:
         sources = [_source_file(path, path.name)]
         if sources[0].special:
@@ -150,8 +150,8 @@ def _path_corpus(path: Path) -> Corpus:
     splits = find_splits([file.name for file in files])
     tests = [name for name, split in splits.items() if split == "test"]
     validation = [name for name, split in splits.items() if split == "validation"]
-    files = tuple(sorted((replace(file, is_validation=file.name in validation) for file in files
-                          if file.name not in tests), key=lambda file: file.is_validation))
+    files = tuple(sorted((replace(file, is_validation=splits.get(file.name) == "validation") for file in files
+                          if splits.get(file.name) != "test"), key=lambda file: file.is_validation))
     if not files:
         state = "the file is empty" if path.is_file() else "the folder contains no non-empty files"
         raise UserError(f"nothing to read: {state}", where=str(path),
@@ -200,8 +200,12 @@ def _stdlib_corpus() -> Corpus:
                   MANY_FILES_VAL_FRACTION, "bytes", python, plain=True)
 
 
-def _walk(root: Path, excluded: frozenset[str] | set[str] = frozenset()) -> list[Path]:
-    """Return the non-hidden files in non-hidden folders under `root`, sorted; follow no links to folders."""
+def _walk(root: Path, excluded: frozenset[str] | set[str] = frozenset(), with_links: bool = False) -> list[Path]:
+    """Return the non-hidden files in non-hidden folders under `root`, sorted; follow no links to folders.
+
+    Args:
+        with_links: also return the links to folders.
+    """
     paths = []
 
     def reject(error: OSError) -> None:
@@ -210,7 +214,8 @@ def _walk(root: Path, excluded: frozenset[str] | set[str] = frozenset()) -> list
 
     for folder, folders, files in os.walk(root, onerror=reject):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
-        paths += [Path(folder, name) for name in files if not name.startswith(".")]
+        links = [name for name in folders if with_links and os.path.islink(os.path.join(folder, name))]
+        paths += [Path(folder, name) for name in (*files, *links) if not name.startswith(".")]
     return sorted(paths)
 
 

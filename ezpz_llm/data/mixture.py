@@ -12,8 +12,9 @@ from ezpz_llm.data.corpora import CORPORA
 from ezpz_llm.data.hub import HUB_PREFIX, find_dataset
 from ezpz_llm.data.shards import samples_per_block
 
-_NUMBER = re.compile(r"\d*\.?\d+")
-_JOINED = re.compile(r"(.+?)[:*@](.+)")
+_WEIGHT = r"(?P<weight>\d*\.?\d+(?:[eE]-?\d+)?%?)"
+_WEIGHT_FIRST = re.compile(_WEIGHT + r"\s*[\s:*@=]\s*(?P<corpus>.+)")
+_WEIGHT_LAST = re.compile(r"(?P<corpus>.+?)\s*[\s:*@=(]\s*" + _WEIGHT + r"\)?")
 _MAX_COMMAS = 8
 """Maximum number of commas in one path."""
 
@@ -58,11 +59,9 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     """
     if os.path.exists(words):  # also False for names that are too long
         return None
-    if pairs := _other_notation(words):
-        mixture = ",".join(f"{corpus}={weight}" for corpus, weight in pairs)
+    if others := _other_notation(words):
         raise UserError("this is a mixture in the notation of another program", where=f"--corpus {words}",
-                        instead=f"--corpus {mixture}" if len(pairs) > 1 else
-                        f"--corpus {pairs[0][0]}, or several as A=0.7,B=0.3")
+                        instead=_advice(others))
     if not {",", "="} & set(words):
         return None
     parts = _split(words)
@@ -85,21 +84,31 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     return [(part.corpus, weight) for part, weight in zip(parts, weights, strict=True)]
 
 
-def _other_notation(words: str) -> list[tuple[str, str]]:
-    """Return corpora and weights of a mixture like "0.7 A 0.3 B" (Megatron), "A,0.7,B,0.3" or "A:0.7,B:0.3".
+def _other_notation(words: str) -> list[_Part]:
+    """Return the parts of a mixture like "0.7 A 0.3 B" (Megatron), "A:70%,B:30%" or "0.7*A + 0.3*B".
 
     Returns an empty list for other words.
     """
-    pieces = re.split(r"[,\s]+", words.strip())
-    if joined := [match for piece in pieces if (match := _JOINED.fullmatch(piece))]:
-        pieces = [group for match in joined for group in match.groups()] if len(joined) == len(pieces) else []
-    if len(pieces) % 2:
+    if all(_exists(part.corpus) and not (part.weight or "").endswith("%") for part in _split(words)):
         return []
-    for corpora, weights in ((pieces[::2], pieces[1::2]), (pieces[1::2], pieces[::2])):
-        if (corpora and all(map(_NUMBER.fullmatch, weights))
-                and all(_exists(corpus) and not corpus.startswith(HUB_PREFIX) for corpus in corpora)):
-            return list(zip(corpora, weights, strict=True))
+    plain = re.sub(r"[{}\[\]\"']", "", words).strip()
+    for separator in (r"\s*[,;]\s*", r"\s*\+\s*", r"\s+"):
+        pieces = re.split(separator, plain)
+        pairs = [" ".join(pieces[index:index + 2]) for index in range(0, len(pieces), 2)]
+        for texts in (pairs, pieces):
+            parts = [_parse_other_part(text) for text in texts]
+            if all(parts):
+                return [part for part in parts if part]
     return []
+
+
+def _parse_other_part(text: str) -> _Part | None:
+    for pattern in (_WEIGHT_FIRST, _WEIGHT_LAST):
+        match = pattern.fullmatch(text)
+        if match and _exists(match["corpus"]) and not match["corpus"].startswith(HUB_PREFIX):
+            weight = match["weight"]
+            return _Part(match["corpus"], str(float(weight[:-1]) / 100) if weight.endswith("%") else weight)
+    return _Part(text, None) if _exists(text) and not text.startswith(HUB_PREFIX) else None
 
 
 def absolute_corpus(words: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.data.folder_files import find_splits
+from ezpz_llm.data.folder_files import find_splits, odd_files
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 
@@ -36,7 +36,7 @@ def test_files_that_may_not_be_training_text_are_named(tmp_path: Path, capsys: p
     err = capsys.readouterr().err
     assert "note: skipping the test split: test.jsonl\n" in err
     assert "note: the validation split is: validation-00000-of-00001.jsonl\n" in err
-    assert ("LICENSE (documentation), README.md (documentation), a.jsonl.gz (a copy of a.jsonl), "
+    assert ("LICENSE (documentation), README.md (documentation), a.jsonl.gz (a copy of a.jsonl?), "
             "a.jsonl~ (a backup)\n") in err
     val, train = (data.tokenizer.decode(data.split(split)[:]) for split in ("val", "train"))
     assert val == "<|endoftext|>text of validation-00000-of-00001.jsonl"
@@ -55,7 +55,21 @@ def test_files_that_may_not_be_training_text_are_named(tmp_path: Path, capsys: p
     (["owt_train_000.jsonl.gz", "owt_val_000.jsonl.gz"], ["train", "validation"]),
     (["train.py", "val.py", "tests/test_a.py"], [None] * 3),  # a program
     (["val.txt", "test.txt"], [None] * 2),  # nothing would be left to train on
-    (["testimony.txt", "training.txt", "evaluation.txt"], [None, "train", None]),
+    (["data/train/0.jsonl", "data/valid/0.jsonl", "data/test/0.jsonl"], ["train", "validation", "test"]),
+    (["train.jsonl", "eval.jsonl"], ["train", "test"]),
+    (["testimony.txt", "training.txt", "devotion.txt"], [None, "train", None]),
 ])
 def test_splits_are_found_by_name(names: list[str], splits: list[str | None]) -> None:
     assert [find_splits(names).get(name) for name in names] == splits
+
+
+def test_files_that_only_differ_in_suffixes_may_be_copies() -> None:
+    assert list(odd_files(["a.jsonl", "a.jsonl.GZ", "a.parquet", "b.py", "b.txt"])) == [
+        "a.jsonl.GZ (a copy of a.jsonl?)", "a.parquet (a copy of a.jsonl?)"]
+
+
+def test_links_to_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(tmp_path, ("corpus/a.txt", "other/b.txt"))
+    (tmp_path / "corpus/link").symlink_to(tmp_path / "other")
+    prepare(str(tmp_path / "corpus"), "bytes")
+    assert f"note: skipping {tmp_path}/corpus/link (a link to a folder)" in capsys.readouterr().err

@@ -188,7 +188,6 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
     ("a.txt=1,b.txt=0", "the weight of b.txt is '0', not a number above 0", "a.txt=1,b.txt=1"),
     ("a.txt=-1,b.txt=1", "the weight of a.txt is '-1', not", "a.txt=1,b.txt=1"),
     ("a.txt=0.5,b.txt=O.5", "the weight of b.txt is 'O.5', not", "a.txt=0.5,b.txt=0.5"),
-    ("a.txt=70%,b.txt=30%", "the weight of a.txt is '70%', not", "a.txt=0.5,b.txt=0.5"),
     ("a.txt=1,b.txt=1.2.3", "the weight of b.txt is '1.2.3'", "b.txt=1"),
     ("a.txt=nan,b.txt=inf", "the weight of a.txt is 'nan'", "a.txt=0.5,b.txt=0.5"),
     ("a.txt=0.7,b.txt=0.3,", "a part has no name; is there an extra comma?", "--corpus a.txt=0.7,b.txt=0.3"),
@@ -203,13 +202,19 @@ def test_invalid_mixtures(tmp_path: Path) -> None:
     ("a.txt=0.5,no,such.txt=0.5", "no has no weight", "ln -s PATH NAME"),
     *((words, "in the notation of another program", "--corpus a.txt=0.7,b.txt=0.3") for words in (
         "0.7,a.txt,0.3,b.txt", "0.7 a.txt 0.3 b.txt", "a.txt,0.7,b.txt,0.3", "a.txt:0.7,b.txt:0.3",
-        "0.7*a.txt,0.3*b.txt", "a.txt:0.7 b.txt:0.3")),
+        "0.7*a.txt,0.3*b.txt", "a.txt:0.7 b.txt:0.3", "a.txt=70%,b.txt=30%", "70%,a.txt,30%,b.txt",
+        "a.txt:70%; b.txt:30%", "a.txt=0.7;b.txt=0.3", "a.txt=0.7 b.txt=0.3", "0.7*a.txt + 0.3*b.txt",
+        "a.txt(0.7),b.txt(0.3)", '{"a.txt": 0.7, "b.txt": 0.3}', "0.7=a.txt,0.3=b.txt", "a.txt:7e-1,b.txt:3e-1",
+        "a.txt,b.txt:0.3")),
+    *((words, "in the notation of another program", "--corpus a.txt=0.5,b.txt=0.5") for words in (
+        "a.txt b.txt", "a.txt+b.txt", "a.txt;b.txt")),
+    ("sp ace.txt:0.7,b.txt:0.3", "in the notation of another program", "--corpus sp ace.txt=0.7,b.txt=0.3"),
     ("a.txt:0.7", "in the notation of another program", "--corpus a.txt, or several as A=0.7,B=0.3"),
 ])
 def test_mistyped_mixture_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str, message: str,
                                          instead: str) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt", "lr=0.1", "m.idx"):
+    for name in ("a.txt", "b.txt", "sp ace.txt", "lr=0.1", "m.idx"):
         (tmp_path / name).write_text("some words of text\n" * 500)
     for act in (check_corpus, lambda corpus: prepare(corpus, progress=False)):
         with pytest.raises(UserError) as caught:
