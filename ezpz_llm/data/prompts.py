@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from ezpz_llm.data.special_tokens import encoding_special_tokens
 from ezpz_llm.data.tokenizers import Tokenizer
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the ids of a text, (T,) int64, after the begin-of-text ids of the tokenizer's own library, if any."""
-    return np.concatenate((tokenizer.begin_of_text, tokenizer.encode(text))).astype(np.int64)
+def encode_prompt(tokenizer: Tokenizer, text: str, special_tokens: bool = False) -> np.ndarray:
+    """Return the ids of a text, (T,) int64, after the begin-of-text ids of the tokenizer's own library, if any.
+
+    Args:
+        special_tokens: encode special tokens in the text as tokens, as in the model's training data.
+    """
+    with encoding_special_tokens(tokenizer, special_tokens):
+        return np.concatenate((tokenizer.begin_of_text, tokenizer.encode(text))).astype(np.int64)
 
 
 def encode_continuation(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.data.prompts import encode_prompt
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, as_rank, open_model, plan_model
-from ezpz_llm.hf.tokenizer import tokenizer_of, tokenizer_warning
+from ezpz_llm.hf.tokenizer import encodes_special_tokens, tokenizer_of, tokenizer_warning
 from ezpz_llm.hf.weight_files import check_weight_files
 from ezpz_llm.launch.ranks import find_rank
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     _check_numbers(options)
     plan = plan_model(options, options.world_size if options.check else find_rank(os.environ).world_size)
     tokenizer = tokenizer_of(plan.source, options.tokenizer)
-    prompt = encode_prompt(tokenizer, options.prompt)
+    prompt = encode_prompt(tokenizer, options.prompt, encodes_special_tokens(plan.source))
     if not len(prompt):
         raise UserError("the prompt has no tokens", where="--prompt", instead='--prompt "Once upon a time"')
     if options.check:

@@ -27,7 +27,8 @@ from ezpz_llm.data.tokenizers import (
 )
 from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.rundir import write_json
+from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir.records import read_record
 
 
 def entry_of(source: Source) -> TokenizerEntry | None:
@@ -115,6 +116,17 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
     tokenizer = _given_tokenizer(given, source) if given is not None else _own_tokenizer(source)
     check_vocabulary(tokenizer.vocab_size, source.model)
     return tokenizer
+
+
+def encodes_special_tokens(source: Source) -> bool:
+    """Return True if special tokens in a prompt are tokens, not ordinary text, as in the model's training data.
+
+    transformers encodes them as tokens.
+    """
+    if source.kind != "checkpoint":
+        return True
+    data = read_record(RunDir(source.folder.parent.parent)).data
+    return data is not None and data.source.get("encodes_special_tokens") is True
 
 
 def check_vocabulary(tokens: int, model: ModelConfig) -> None:

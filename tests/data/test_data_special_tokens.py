@@ -10,7 +10,11 @@ from small_tokenizers import trained
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.prompts import encode_prompt
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.hf.source import Source
+from ezpz_llm.hf.tokenizer import encodes_special_tokens
+from ezpz_llm.model.config import ModelConfig
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +44,17 @@ def test_they_are_counted_and_encoded_on_request(family: str, tmp_path: Path,
     assert plain.split("train")[:].tolist().count(number) == 2 < expected.count(number)
     assert len(plain.split("train")) > len(expected)
     assert "--special-tokens true" in special.manifest.command
-    assert number not in special.tokenizer.encode(chat)  # prompts are not affected
+    assert number not in encode_prompt(special.tokenizer, chat)
+    assert encode_prompt(special.tokenizer, chat, special_tokens=True).tolist() == library.encode(chat).ids
+
+
+@pytest.mark.parametrize("encodes", [True, False])
+def test_prompts_are_encoded_as_the_training_data(encodes: bool, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"data": {"source": {"encodes_special_tokens": encodes}}}))
+    folder = tmp_path / "checkpoints/step-00000001"
+    model = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=7)
+    assert encodes_special_tokens(Source("checkpoint", folder, model, None, None)) is encodes
+    assert encodes_special_tokens(Source("hf", folder, model, None, None))  # as transformers does
 
 
 def test_tokenizers_without_them_are_rejected(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
         UserError: the tokenizer cannot encode `--prompt`.
     """
     try:
-        return encode_prompt(data.tokenizer, "\n" if config.prompt is None else config.prompt)
+        return encode_prompt(data.tokenizer, "\n" if config.prompt is None else config.prompt,
+                             data.manifest.source.encodes_special_tokens)
     except UserError as error:
         if config.prompt is not None:
             raise UserError(error.found, where="--prompt", instead=error.instead) from error
