@@ -278,7 +278,7 @@ def fall_back(folder: Path, dist: Dist) -> dict[str, object]:
         def go_back(accepted: list[str] = accepted) -> None:
             nonlocal loaded
             loaded = checkpoint.load_newest(run_dir.path, engine, dist,
-                                            lambda place, state: accepted.append(f"{place.name} {state.step}"))
+                                            lambda place, state, *_: accepted.append(f"{place.name} {state.step}"))
 
         damage(run_dir.checkpoints / victim, dist)
         result[name] = {"error": error_of(dist, go_back), "accepted": accepted}
