@@ -159,10 +159,11 @@ def nearest_names(word: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(path: str | os.PathLike[str], otherwise: str | None = None) -> str | None:
-    """Return a hint for a missing path: the most similar names beside it, else `otherwise`."""
+    """Return a hint for a missing path or one of another kind: the nearest names beside it, else `otherwise`."""
     folder, name = os.path.split(os.path.normpath(path))
     with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
-        if near := nearest_names(name, [entry.name for entry in itertools.islice(entries, _MAX_SIBLINGS)]):
+        others = [entry.name for entry in itertools.islice(entries, _MAX_SIBLINGS) if entry.name != name]
+        if near := nearest_names(name, others):
             return f"did you mean {' or '.join(os.path.join(folder, other) for other in near)}?"
     return otherwise
 

@@ -113,3 +113,4 @@ def test_a_missing_path_names_the_one_beside_it(tmp_path: Path) -> None:
     assert did_you_mean(tmp_path / "my_tex") == f"did you mean {tmp_path / 'my_text'}?"
     assert did_you_mean(tmp_path / "other", "a file") == "a file"
     assert did_you_mean(tmp_path / "absent/my_tex") is None
+    assert did_you_mean(tmp_path / "my_text") is None  # exists, but is not what the command needs

@@ -121,3 +121,10 @@ def test_the_output_says_if_nothing_fits(capsys):
 def test_invalid_numbers_are_rejected(arguments):
     with pytest.raises(UserError, match="--memory"):
         main(arguments)
+
+
+@pytest.mark.parametrize("option", ["-n", "--ppn", "--nodes"])
+def test_options_of_launch_are_answered_with_those_of_the_table(option: str) -> None:
+    with pytest.raises(UserError) as caught:
+        main(["--model", "gpt2-124m", option, "2"])
+    assert caught.value.instead == "--world N --ranks-per-node P"
