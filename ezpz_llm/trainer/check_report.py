@@ -55,6 +55,10 @@ def effective_settings(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
     return values
 
 
+_LEAST_RATE = 1e-3
+"""Part of the peak below which steps train almost nothing; DeepSpeed's WarmupCosineLR ends at 1e-4 of it."""
+
+
 def setting_warnings(plan: RunPlan) -> list[str]:
     """Return warnings about settings that look like mistakes."""
     config, warnings = plan.config, list(plan.resolved.warnings)
@@ -66,10 +70,11 @@ def setting_warnings(plan: RunPlan) -> list[str]:
         warnings.append(f"the learning rate ends at {last:.3g} instead of {config.min_lr:.3g}: the run ends after "
                         f"step {config.steps}, but its {config.schedule} schedule only after step "
                         f"{config.decay_steps}")
-    if config.steps - (first := _first_step_without_rate(config)) > 1:
-        warnings.append(f"the learning rate is 0 from step {first + 1} to {config.steps}, which train nothing: the "
-                        f"{config.schedule} schedule ends after step {config.decay_steps}. Pass "
-                        f"--decay-steps {config.steps}")
+    last, first = learning_rate(config.steps - 1, config), _first_step_of_last_rate(config)
+    if config.steps - first > 1 and last < _LEAST_RATE * config.lr:
+        warnings.append(f"the learning rate is {last:.3g} from step {first + 1} to {config.steps}, which train "
+                        f"{'almost ' if last else ''}nothing: the {config.schedule} schedule ends after step "
+                        f"{config.decay_steps}. Pass --decay-steps {config.steps}")
     return warnings
 
 
@@ -98,13 +103,14 @@ def was_checked_by_launch(run_dir: RunDir, env: Mapping[str, str]) -> bool:
     return False
 
 
-def _first_step_without_rate(config: RunConfig) -> int:
-    """Return the first of the last steps (from 0) whose learning rate is 0, or the number of steps.
+def _first_step_of_last_rate(config: RunConfig) -> int:
+    """Return the first of the last steps (from 0) that have the last learning rate, or the number of steps.
 
     After the warm-up, learning rates never increase.
     """
+    last = learning_rate(config.steps - 1, config)
     return bisect_left(range(config.steps), True, key=lambda step: (
-        step >= config.warmup_steps and learning_rate(step, config) == 0))
+        step >= config.warmup_steps and learning_rate(step, config) <= last))
 
 
 def _show(value: Any) -> str:

@@ -217,9 +217,10 @@ def _check_schedule(config: RunConfig, options: Options) -> None:
     if (config.schedule not in (*DEEPSPEED_SCHEDULES, *WITHOUT_DECAY)
             and config.warmup_steps + decay > config.decay_steps):
         too_long = f"and a decay of {decay} do not fit" if decay else "does not end"
+        longer = "--decay-steps" if config.decay_steps < config.steps else "--steps"
         raise UserError(f"a warm-up of {config.warmup_steps} steps {too_long} within {config.decay_steps} steps",
                         where=options.where("warmup_steps"),
-                        instead=f"--warmup-steps {config.decay_steps // 10}, or more --steps")
+                        instead=f"--warmup-steps {config.decay_steps // 10}, or more {longer}")
 
 
 def check_run(options: Options, world_size: int, device: str | None = None, *,

@@ -52,6 +52,7 @@ def test_the_trainers_own_schedules() -> None:
     (["--schedule", "cosin"], "did you mean cosine"),
     (["--schedule", "wsd", "--warmup-steps", "9"], "a warm-up of 9 steps and a decay of 2 do not fit"),
     (["--schedule", "linear", "--warmup-steps", "11"], "does not end within 10"),
+    (["--decay-steps", "3", "--warmup-steps", "4"], "or more --decay-steps"),
     (["--schedule", "constant", "--min-lr", "1e-5"], "constant ends at 0.001, not at 1e-05"),
     (["--warmup-min-lr", "1"], "would fall from 1"),
     (["--schedule", "WarmupLR", "--warmup-steps", "0"], "DeepSpeed rejects WarmupLR with 0 warm-up steps"),
@@ -84,7 +85,14 @@ def test_a_learning_rate_of_0_before_the_last_step_is_a_warning(argv: list[str],
     assert around in ([], [False, True])
     text = " ".join(setting_warnings(plan))
     assert ("Pass --decay-steps 100" in text) == (first is not None)
-    assert first is None or f"the learning rate is 0 from step {first} to 100" in text
+    assert first is None or f"the learning rate is 0 from step {first} to 100, which train nothing" in text
+
+
+def test_a_learning_rate_of_almost_0_before_the_last_step_is_a_warning(own_config) -> None:
+    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+    path = own_config({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": scheduler})
+    text = " ".join(setting_warnings(plan_run(parse(["--steps", "100", "--ds-config", path]), 1)))
+    assert "the learning rate is 1e-07 from step 11 to 100, which train almost nothing" in text
 
 
 THEIRS = {
