@@ -161,18 +161,27 @@ def nearest_names(word: str, known: Iterable[str], count: int = 3) -> list[str]:
 def did_you_mean(path: str | os.PathLike[str], otherwise: str | None = None) -> str | None:
     """Return a hint for a missing path or one of another kind: the nearest names beside it, else `otherwise`."""
     folder, name = os.path.split(os.path.normpath(path))
-    with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
+    with contextlib.suppress(OSError, ValueError), os.scandir(folder or ".") as entries:
         others = [entry.name for entry in itertools.islice(entries, _MAX_SIBLINGS) if entry.name != name]
         if near := nearest_names(name, others):
             return f"did you mean {' or '.join(os.path.join(folder, other) for other in near)}?"
     return otherwise
 
 
-def unknown_name_error(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:
-    """Return the error for an unknown name. It suggests the most similar known names, or else lists all of them."""
+def unknown_name_error(kind: str, word: str, known: Iterable[str], where: str | None = None, *,
+                       or_path: bool = False) -> UserError:
+    """Return the error for an unknown name. It suggests the most similar known names, or else lists all of them.
+
+    Args:
+        or_path: the word may also be a path; suggest the most similar ones if no known name is similar.
+    """
     known = sorted(known)
     near = nearest_names(word, known)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    hint: str | None = f"known: {', '.join(known)}"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    elif or_path:
+        hint = did_you_mean(word, hint)
     return UserError(f"unknown {kind} {word!r}", where=where, instead=hint)
 
 

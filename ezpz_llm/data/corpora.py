@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, cache_dir, did_you_mean, nearest_names, unknown_name_error, user_path
+from ezpz_llm.base import UserError, cache_dir, did_you_mean, unknown_name_error, user_path
 from ezpz_llm.data.downloads import PublicFile, reading
 from ezpz_llm.data.folder_files import find_splits, odd_files
 from ezpz_llm.data.formats import TEXT
@@ -130,11 +130,8 @@ def find_corpus(corpus: str) -> Corpus:
         if path.suffix or os.sep in corpus:
             kinds = f"pass a {_FILES} file, a folder, or one of " + ", ".join(CORPORA)
             raise UserError("no such corpus file or folder", where=str(path), instead=did_you_mean(path, kinds))
-        unknown = unknown_name_error("corpus", corpus, CORPORA,
-                                     where=f"neither a known name nor a file in {Path.cwd()}")
-        if not nearest_names(corpus, CORPORA):
-            unknown.instead = did_you_mean(corpus, unknown.instead)
-        raise unknown
+        raise unknown_name_error("corpus", corpus, CORPORA, or_path=True,
+                                 where=f"neither a known name nor a file in {Path.cwd()}")
     return _path_corpus(path)
 
 

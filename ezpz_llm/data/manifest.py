@@ -35,6 +35,7 @@ from ezpz_llm.base import (
     MAX_IDS,
     MAX_TOKENS,
     UserError,
+    did_you_mean,
     join_file_name,
     open_regular,
     parse_json,
@@ -175,8 +176,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not os.path.isfile(path):  # also False for an invalid path
+        create = "create one with: python3 -m ezpz_llm.data prepare CORPUS --out DIR"
         raise UserError("not a folder of token shards: it has no manifest.json", where=str(folder),
-                        instead="create one with: python3 -m ezpz_llm.data prepare CORPUS --out DIR")
+                        instead=create if os.path.exists(folder) else did_you_mean(folder, create))
     stored = read_json(path, _MAX_BYTES)
     if not isinstance(stored, dict) or stored.get("format") != FORMAT:
         raise UserError("this manifest.json is not a manifest of token shards, or another version wrote it",

@@ -385,7 +385,7 @@ def choose_tokenizer(words: str) -> Choice:
         return Choice(words, words)
     path = user_path(words).absolute()
     if not os.path.exists(path):  # also False if the name is too long for a path
-        raise unknown_name_error("tokenizer", words, TOKENIZERS,
+        raise unknown_name_error("tokenizer", words, TOKENIZERS, or_path=True,
                                  where=f"--tokenizer, which also accepts {_ACCEPTED}")
     entry = find_entry(path)
     if entry is None:

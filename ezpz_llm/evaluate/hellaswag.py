@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from ezpz_llm.base import NoFile, UserError, count_noun, open_regular, parse_json
+from ezpz_llm.base import NoFile, UserError, count_noun, did_you_mean, open_regular, parse_json
 from ezpz_llm.base.records import Whole, as_record
 from ezpz_llm.data.prompts import encode_continuation
 from ezpz_llm.data.samples import IGNORED
@@ -94,9 +94,9 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
                     items.append(_item(line, f"{path}, line {number}"))
     except (NoFile, OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         reason = error.found if isinstance(error, UserError) else getattr(error, "strerror", None) or error
-        raise UserError(f"the HellaSwag file cannot be read: {reason}",
-                        where=str(path),
-                        instead="the published hellaswag_val.jsonl, plain or gzipped") from error
+        published = "the published hellaswag_val.jsonl, plain or gzipped"
+        raise UserError(f"the HellaSwag file cannot be read: {reason}", where=str(path),
+                        instead=did_you_mean(path, published)) from error
     if not items:
         raise UserError("the file has no items", where=str(path), instead="the published hellaswag_val.jsonl")
     return items

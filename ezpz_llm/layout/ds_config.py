@@ -15,6 +15,7 @@ from typing import Any, Union
 from ezpz_llm.base import (
     UserError,
     data_dir,
+    did_you_mean,
     installed,
     read_commented_json,
     read_json,
@@ -153,9 +154,9 @@ def load(name_or_path: str) -> DsConfig:
         path = user_path(name_or_path)
         if not os.path.isfile(path):  # also False for text that is too long for a path
             if path.suffix == ".json" or len(path.parts) > 1:
-                raise UserError(f"{path} does not exist", where="--ds-config",
-                                instead=f"a path to a JSON file, or one of: {', '.join(names())}")
-            raise unknown_name_error("ds_config", name_or_path, names(), where="--ds-config")
+                kinds = f"a path to a JSON file, or one of: {', '.join(names())}"
+                raise UserError(f"{path} does not exist", where="--ds-config", instead=did_you_mean(path, kinds))
+            raise unknown_name_error("ds_config", name_or_path, names(), where="--ds-config", or_path=True)
     values = read_commented_json(path)
     if not isinstance(values, dict):
         raise UserError("a ds_config must be a JSON object", where=str(path),

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from ezpz_llm.base import NoFile, UserError, print_lines, read_yaml, unknown_name_error
+from ezpz_llm.base import NoFile, UserError, did_you_mean, print_lines, read_yaml, unknown_name_error
 from ezpz_llm.base.command_parser import HelpFormatter, examples, typed_name, wrap_paragraph
 from ezpz_llm.base.synonyms import synonym, unknown_option_error
 from ezpz_llm.layout.batch import SPELLINGS, option_of
@@ -206,7 +206,8 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded = read_yaml(path)
     except NoFile:
-        raise UserError("no such configuration file", where=f"--config {path}") from None
+        raise UserError("no such configuration file", where=f"--config {path}",
+                        instead=did_you_mean(path)) from None
     except UserError as error:
         raise UserError(f"cannot read the configuration: {error.found}", where=f"--config {path}",
                         instead=error.instead) from error

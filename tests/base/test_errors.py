@@ -16,6 +16,12 @@ from ezpz_llm import base
 from ezpz_llm.base import count_noun
 from ezpz_llm.base.errors import EXIT_USAGE, UserError, did_you_mean, run_command, unknown_name_error
 from ezpz_llm.base.package_data import user_path
+from ezpz_llm.data.corpora import find_corpus
+from ezpz_llm.data.manifest import read_manifest
+from ezpz_llm.data.tokenizers import choose_tokenizer
+from ezpz_llm.evaluate.hellaswag import read_items
+from ezpz_llm.layout.ds_config import load as load_ds_config
+from ezpz_llm.trainer.options import parse as parse_train
 
 
 def test_user_error_is_printed_with_place_and_remedy(capsys):
@@ -108,9 +114,17 @@ def test_user_error_never_exits_with_0(code: int) -> None:
     assert UserError("x", exit_code=code).exit_code == EXIT_USAGE
 
 
-def test_a_missing_path_names_the_one_beside_it(tmp_path: Path) -> None:
+def test_a_missing_path_names_the_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_text").mkdir()
     assert did_you_mean(tmp_path / "my_tex") == f"did you mean {tmp_path / 'my_text'}?"
     assert did_you_mean(tmp_path / "other", "a file") == "a file"
     assert did_you_mean(tmp_path / "absent/my_tex") is None
+    assert did_you_mean("a\0b/my_text") is None
+    monkeypatch.chdir(tmp_path)
+    for raised in (lambda: find_corpus("my_tex"), lambda: choose_tokenizer("./my_tex"),
+                   lambda: load_ds_config("./my_tex"), lambda: read_manifest(Path("my_tex")),
+                   lambda: read_items(Path("my_tex")), lambda: parse_train(["--config", "my_tex"])):
+        with pytest.raises(UserError) as caught:
+            raised()
+        assert "my_text?" in str(caught.value.instead)
     assert did_you_mean(tmp_path / "my_text") is None  # exists, but is not what the command needs
