@@ -20,6 +20,7 @@ from slowness import scaled
 from ezpz_llm import Callback
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.trainer.callbacks.callback_checks import register
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import run
 
@@ -257,6 +258,7 @@ async def _coroutine(self: Any, context: Any) -> None:
     (_with(on_log=lambda self, context: None), "its on_log cannot be called as on_log(context, lines)"),
     (_with(on_save=lambda self, context, folder, other: None), "its on_save cannot be called"),
     (_with(on_step_end=None), "its on_step_end is None"),
+    (_with(on_epoch_end=lambda self, context: None), "its on_epoch_end would never be called; the hooks are"),
     (_with(on_step_end=_coroutine), "its on_step_end is a coroutine"),
     (Calls, "it is a class, not an instance"),
     (print, "it is not an instance of a subclass of ezpz_llm.Callback")])
@@ -266,6 +268,13 @@ def test_invalid_callback_is_rejected_before_the_run(tmp_path: Path, callback: A
     assert problem in error.value.found
     assert error.value.exit_code == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_a_hook_on_the_instance_is_called() -> None:
+    callback = _with()
+    assert not register(callback).hooks
+    callback.on_step_end = lambda context: None  # type: ignore[method-assign]
+    assert register(callback).hooks == ("on_step_end",)
 
 
 def test_later_change_of_evaluate_every_has_no_effect(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ class Registered:
 
     @property
     def hooks(self) -> tuple[str, ...]:
-        """Methods that the callback overrides."""
+        """Methods that the callback overrides, in its class or on the instance."""
         return tuple(hook for hook in _ARGUMENTS
-                     if getattr(type(self.callback), hook) is not getattr(Callback, hook))
+                     if getattr(getattr(self.callback, hook), "__func__", None) is not getattr(Callback, hook))
 
     @property
     def is_added(self) -> bool:
@@ -80,6 +80,11 @@ def _attribute_problem(name: Any, package: Any, every: Any, logs: Any) -> str | 
 
 
 def _method_problem(callback: Callback) -> str | None:
+    kind = type(callback)
+    for name in dir(kind):
+        if name.startswith("on_") and name not in _ARGUMENTS and callable(getattr(kind, name)):
+            hooks = ", ".join(hook for hook in _ARGUMENTS if hook.startswith("on_"))
+            return f"its {name} would never be called; the hooks are {hooks}"
     for hook, names in _ARGUMENTS.items():
         method = getattr(callback, hook)
         call = f"{hook}({', '.join(names)})"
