@@ -326,6 +326,9 @@ class _RanksTokenizer(FileTokenizer):
     """Tokenizer from Llama 3's tokenizer.model; special tokens within a text are encoded as ordinary text."""
 
     begin_of_text = (_LLAMA3_BEGIN_OF_TEXT,)
+    special_tokens: Mapping[str, int] = {  # those of all Llama 3 models; the file has none
+        "<|begin_of_text|>": _LLAMA3_BEGIN_OF_TEXT, "<|end_of_text|>": _LLAMA3_END_OF_TEXT,
+        "<|start_header_id|>": 128_006, "<|end_header_id|>": 128_007, "<|eot_id|>": 128_009}
 
     def __init__(self, path: Path, entry: TokenizerEntry) -> None:
         super().__init__(path, entry)

@@ -138,7 +138,8 @@ def test_tokenizer_that_did_not_make_the_shards_is_rejected(tmp_path: Path) -> N
         prepare(f"{shards}=1,{plain}=1", progress=False)
 
 
-def test_tiktoken_ranks_of_llama_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiktoken_ranks_of_llama_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
     """Meta's tokenizer.model has no pattern, so its hash must be known. The real file: test_real_tokenizers.py."""
     folder = tmp_path / "Llama-3"
     folder.mkdir()
@@ -157,6 +158,9 @@ def test_tiktoken_ranks_of_llama_3(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all_ids(shards)[:7].tolist() == [128_001, 257, *b" 1234"]
     assert tokenizer.encode("a\ud800<|end_of_text|>").tolist() == [*b"a\xef\xbf\xbd<|end_of_", *b"text|>"]
     assert tokenizer.decode(all_ids(shards)) == (tmp_path / "a.txt").read_text()
+    (tmp_path / "b.txt").write_text("<|begin_of_text|>the<|eot_id|>")
+    prepare(str(tmp_path / "b.txt"), str(folder))
+    assert "the text has 2 special tokens of the tokenizer, encoded as ordinary text" in capsys.readouterr().err
 
 
 def test_tekken_files_are_named(tmp_path: Path) -> None:
