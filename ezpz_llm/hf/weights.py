@@ -276,8 +276,9 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: float
         tensors = [ExportTensor(tensor.name, tensor.stored_shape, DTYPES[dtype],
                                 partial(_export_values, tensor, weights, DTYPES[dtype])) for tensor in names]
         files = write_weights(folder, tensors, shard_bytes)
-        end_of_text, note = write_tokenizer(entry_of(source), source.model.block_size, folder, source.folder)
         kept, kept_notes = keep_original_settings(source, folder)
+        context = kept.get("max_position_embeddings", source.model.block_size)
+        end_of_text, note = write_tokenizer(entry_of(source), context, folder, source.folder)
         write_json(folder / CONFIG, {**to_hf(source.model, dtype=dtype_name(dtype), end_of_text=end_of_text),
                                      **kept, **make_provenance(source.folder, source.state)})
     notes = [*weights.notes, *kept_notes, *([] if note is None else [f"{NO_TOKENIZER}: {note}"])]

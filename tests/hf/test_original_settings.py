@@ -42,6 +42,7 @@ def test_context_and_special_tokens_are_kept(tuned: Path, tmp_path: Path,
             in capsys.readouterr().out)
     stored = json.loads((tmp_path / "out/config.json").read_text())
     assert (stored["max_position_embeddings"], stored["bos_token_id"], stored["eos_token_id"]) == (64, 1, [2, 5])
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 64
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.6
     shutil.rmtree(tmp_path / "llama")
     assert main(["export", str(tuned), str(tmp_path / "other")]) == 0
