@@ -25,6 +25,7 @@ from ezpz_llm.launch.failures.recorded_exit import exit_record, facts_from
 from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
+from ezpz_llm.launch.liveness import UNUSUAL_STATES
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.records import read_record, update_record
@@ -467,6 +468,26 @@ def test_a_hang_names_who_is_behind(tmp_path: Path) -> None:
     assert "behind the others: rank 15 on n2, at step 7 (others reached step 8)" in post_mortem.text
     assert post_mortem.cause == "rank 15 on n2 did not join a collective in which ranks 0-14 timed out"
     assert "15 ranks: timed out waiting for another rank: 0-14" in post_mortem.text
+
+
+def test_a_hang_in_exit_handlers_after_an_exception(tmp_path: Path) -> None:
+    """MPI_Finalize of a rank that raised an exception waits for the other ranks, which wait for its messages."""
+    run_dir = _run(tmp_path, [_failure(rank, 4.0, 143, "SIGTERM", ended_by="launch") for rank in range(4)])
+    for rank in range(4):
+        place = "" if rank == 1 else "Thread 7 (idle)\n    recv (a.py:5)\n    <module> (a.py:9)\n"
+        run_dir.rank_stacks(rank).parent.mkdir(exist_ok=True)
+        run_dir.rank_stacks(rank).write_text(f"rank {rank}\n{place}")
+    log = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\nKeyError: \'loss\'\n'
+    run_dir.rank_log(1).write_text(log)
+    idle = Stop("idle", "no sign of life for 9 s", ranks=(0, 1, 2, 3))
+    facts = _facts(stopped=idle, failed_before_stop=frozenset())
+    cause = "rank 1 on n1 did not exit after an exception: KeyError: 'loss'; no sign of life for 9 s"
+    assert postmortem_of(run_dir, facts).cause == cause
+    run_dir.rank_log(1).write_text(f"{log}\nstep 8 | loss 7.1\n")  # the exception was caught
+    assert "did not exit" not in postmortem_of(run_dir, facts).cause
+    in_driver = Stop("idle", f"rank 2: {UNUSUAL_STATES['D']}", ranks=(0, 1, 2, 3))
+    run_dir.rank_log(1).write_text(log)
+    assert "did not exit" not in postmortem_of(run_dir, _facts(stopped=in_driver)).cause
 
 
 @pytest.mark.parametrize("cleared", ["ended", "ranks ended"])

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
+from ezpz_llm.launch.failures.run_facts import Raised
 from ezpz_llm.launch.failures.tracebacks import last_exception
 
 _PROGRAMS = {
+
     "def f():\n  raise ValueError('boom\\nmore')\nf()": ("ValueError", "boom\nmore", "p.py:2 in f", None),
     "import json\ndef load(): json.loads('{')\nload()": (
         "json.decoder.JSONDecodeError",
@@ -38,7 +40,21 @@ _PROGRAMS = {
     "import multiprocessing, os\nos.environ['TMPDIR'] = f = os.path.abspath('x' * 60 + '/' + 'y' * 60)\n"
     "os.makedirs(f)\nmultiprocessing.Manager()": (
         "EOFError", "", "p.py:4 in <module>", "OSError: AF_UNIX path too long"),
+    "from torch.utils.data import DataLoader\nnumbers = list(range(4))\n"
+    "next(iter(DataLoader(numbers, num_workers=1, multiprocessing_context='spawn')))": (
+        "RuntimeError", "DataLoader worker (pid(s) ", "p.py:3 in <module>",
+        "RuntimeError: An attempt has been made to start a new process before the"),
 }
+
+
+def test_lines_that_only_announce_the_error() -> None:
+    keys = ("Error(s) in loading state_dict for Linear:", '\tMissing key(s) in state_dict: "weight".')
+    assert Raised("RuntimeError", "\n".join(keys)).line == f"RuntimeError: {keys[0]} {keys[1].strip()}"
+    fields = ("1 validation error for DeepSpeedZeroConfig", "overlap", "  Extra inputs are not permitted")
+    raised = Raised("ValidationError", "\n".join(fields))
+    assert raised.line == f"ValidationError: {fields[0]}: overlap: Extra inputs are not permitted"
+    assert raised.printed_line == f"ValidationError: {fields[0]}"
+    assert Raised("ValueError", "no:").line == "ValueError: no:"
 
 
 def test_exceptions_of_real_programs(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
     if text_match is None:
         return by_exit
     text, line, match = text_match
-    if exception is not None and line.startswith(exception.line):
+    if exception is not None and line.startswith(exception.printed_line):
         line = exception.line  # without its innermost call
     keeps_evidence = text.kind is None and (line == by_signal or (exception is not None and not crashed))
     evidence = by_exit.evidence if keeps_evidence else join_sentence(line, failure.tail)
@@ -89,9 +89,10 @@ def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Fi
 
 
 def _exception_lines(exception: Raised, tail: Sequence[str]) -> list[str]:
-    lines = [exception.line, *exception.message.split("\n")[1:], exception.caused_by or ""]
+    lines = [exception.printed_line, *exception.message.split("\n")[1:], exception.line, exception.caused_by or ""]
     # The same error has other causes in other calls: a missing file is a missing program if it was to be started.
-    return [*lines, *([f"{exception.line} at {call}"] if (call := innermost_call(tail, exception.line)) else [])]
+    call = innermost_call(tail, exception.printed_line)
+    return [*lines, *([f"{exception.printed_line} at {call}"] if call else [])]
 
 
 def has_crashed(failure: Failure) -> bool:

@@ -22,7 +22,7 @@ from ezpz_llm.launch.failures.log_patterns import read_abort, read_messages
 from ezpz_llm.launch.failures.log_text import cut_lines
 from ezpz_llm.launch.failures.postmortem_text import Content, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.run_facts import Failure, Postmortem, Raised, RunFacts, read_failures
-from ezpz_llm.launch.failures.tracebacks import last_exception, last_output_lines
+from ezpz_llm.launch.failures.tracebacks import MAX_LINES_AFTER, last_exception, last_output_lines
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
@@ -71,9 +71,10 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
                 *(abort for rank, tail in log_tails.items() for abort in read_abort(tail, rank)))
     is_own_record = own_launch is not None
     texts, notes = _texts(env) if env is not None else _recorded_texts(launch.env or {}, is_own_record)
+    stacks = _stacks(run_dir, facts.stopped, since)
     evidence = Evidence(failures, messages, facts, absent, _exceptions_in_logs(log_tails),
                         _silent_nodes(nodes, facts), _ended_early(reports, facts), texts,
-                        _stacks(run_dir, facts.stopped, since))
+                        stacks, _exiting(run_dir, facts.stopped, stacks, since))
     verdict = find_root_cause(evidence)
     if verdict is None or _all_succeeded(facts, reports, failures):
         return Postmortem(facts, 0, "all ranks succeeded")
@@ -189,9 +190,9 @@ def _attribute_to_launch(failure: Failure, facts: RunFacts) -> Failure:
     return replace(failure, ended_by="launch")
 
 
-def _exceptions_in_logs(log_tails: Mapping[int, str]) -> dict[int, Raised]:
+def _exceptions_in_logs(log_tails: Mapping[int, str], within: int = MAX_LINES_AFTER) -> dict[int, Raised]:
     """Return the exceptions at the end of the logs of ranks that were killed together with their shims."""
-    exceptions = {rank: last_exception(end) for rank, end in log_tails.items()}
+    exceptions = {rank: last_exception(end, within) for rank, end in log_tails.items()}
     return {rank: raised for rank, raised in exceptions.items() if raised is not None}
 
 
@@ -202,6 +203,14 @@ def _stacks(run_dir: RunDir, stopped: Stop | None, since: float) -> dict[int, li
     if not any(stacks.values()):
         stacks = {rank: stack_in_log(tail_text(run_dir.rank_log(rank), since)) for rank in ranks}
     return {rank: frames for rank, frames in stacks.items() if frames}
+
+
+def _exiting(run_dir: RunDir, stopped: Stop | None, stacks: Mapping[int, list[Frame]],
+             since: float) -> dict[int, Raised]:
+    """Return the exceptions that end the logs of silent ranks without a Python stack, if other ranks have one."""
+    ranks = stopped.ranks[:_STACKS_READ] if stopped is not None and stopped.kind == "idle" and stacks else ()
+    log_tails = {rank: tail_text(run_dir.rank_log(rank), since) for rank in ranks if rank not in stacks}
+    return _exceptions_in_logs(log_tails, within=0)
 
 
 def tail_text(path: Path, since: float = 0.0) -> str:

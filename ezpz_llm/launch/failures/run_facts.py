@@ -6,12 +6,16 @@ The shims import this module, so it must not import `ezpz_llm.rundir.records`; `
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ezpz_llm.base import Epoch, read_records
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.stop import Stop
+
+_PYDANTIC = re.compile(r"\d+ validation errors? for \S+")
+"""First line of pydantic's errors; the next two lines have the first field and its problem."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,25 @@ class Raised:
 
     @property
     def line(self) -> str:
-        """Type and first line of the message; for NCCL errors, the line after "Last error:"."""
+        """Type and first line of the message; for NCCL errors, the line after "Last error:".
+
+        Continues with the next lines if the first only announces them.
+        """
         lines = self.message.split("\n")
         first = next((after for before, after in itertools.pairwise(lines) if before == "Last error:"), lines[0])
-        return f"{self.type}: {first}" if self.type and first else self.type or first
+        if first.endswith(":"):
+            first = " ".join([first, *(line.strip() for line in lines[1:2])])
+        elif _PYDANTIC.fullmatch(first):
+            first = ": ".join([first, *(line.strip() for line in lines[1:3])])
+        return self._with_type(first.strip())
+
+    @property
+    def printed_line(self) -> str:
+        """Line of output that has the type and the first line of the message."""
+        return self._with_type(self.message.partition("\n")[0])
+
+    def _with_type(self, text: str) -> str:
+        return f"{self.type}: {text}" if self.type and text else self.type or text
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ _SIGNAL_NAMES = ("Segmentation fault", "Bus error", "Floating point exception", 
 """faulthandler's names of signals; its report shows where the program was, not why."""
 _CHILD_LOST = ("EOFError", "BrokenPipeError", "ConnectionResetError", "ConnectionRefusedError")
 """Exceptions in a process whose child has ended; the child's own error is the cause."""
+_WORKER_LOST = re.compile(r"DataLoader worker \(.*\) exited unexpectedly")
+_SPAWNED_CHILD = re.compile(r'^  File ".*multiprocessing/(?:spawn|forkserver)\.py", line \d{1,9}, in spawn_main$')
 _ABORT_REASON = re.compile(
     # assert(), glog, LLVM, MPI and torch; the known failure texts cover other libraries.
     r"Assertion [`'\"].* failed|Check failed: |LLVM ERROR: |Abort\(\d+\) on node|CUDA error: |NCCL error")
@@ -131,7 +133,9 @@ def _last_raised(reports: Sequence[_Report], after: int) -> Raised | None:
         return None
     last = max(main or near, key=lambda report: report.start)
     children = [report.raised for report in reports if report.is_of_child and report.end <= last.start]
-    if children and last.raised.type in _CHILD_LOST and not last.raised.caused_by:
+    has_lost_child = ((last.raised.type in _CHILD_LOST and not last.raised.caused_by)
+                      or _WORKER_LOST.match(last.raised.message))
+    if children and has_lost_child:
         return replace(last.raised, caused_by=children[-1].caused_by or children[-1].line)
     return last.raised
 
@@ -166,6 +170,8 @@ def _find_tracebacks(lines: Sequence[str]) -> Iterator[_Report]:
             continue
         elif lead and lead[-1].startswith(("Exception in thread", "Process ")):
             report = replace(report, is_secondary=True, is_of_child=lead[-1].startswith("Process "))
+        elif any(_SPAWNED_CHILD.match(text) for text in lines[number + 1:number + 4]):
+            report = replace(report, is_secondary=True, is_of_child=True)
         yield report
         previous = report
 

@@ -81,6 +81,7 @@ class Evidence:
         silent: nodes that have not reported the end of their ranks, although other nodes have.
         ended_early: lifetimes in seconds of ranks that ended with code 0 before launch ended the run.
         stacks: stacks of silent ranks, outermost call first.
+        exiting: exceptions that end the logs of silent ranks without a stack, which hang in exit handlers.
     """
 
     failures: tuple[Failure, ...]
@@ -92,6 +93,7 @@ class Evidence:
     ended_early: Mapping[int, float] = field(default_factory=dict)
     texts: tuple[FailureText, ...] = field(default_factory=shipped_texts)
     stacks: Mapping[int, Sequence[Frame]] = field(default_factory=dict)
+    exiting: Mapping[int, Raised] = field(default_factory=dict)
 
     @functools.cached_property
     def findings(self) -> dict[int, Finding]:
@@ -232,12 +234,28 @@ def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
     waits = [find_text(evidence.texts, last_calls(evidence.stacks[rank])) for rank in ranks]
     first = waits[0] if waits else None
     is_explained = any(state in stopped.text for state in UNUSUAL_STATES.values())
+    if evidence.exiting and not is_explained:
+        return _from_exit_handlers(stopped, evidence)
     if first is None or is_explained or any(wait is None or wait[0] is not first[0] for wait in waits):
         return Verdict(EXIT_IDLE, Kind.IDLE, description)
     text, _, match = first
     return Verdict(EXIT_IDLE, Kind.IDLE, f"{rank_ranges(ranks)}: {text.cause}: {description}",
                    hosts=_hosts(evidence.facts, ranks), cause=text.cause,
                    advice=fill_advice(text.advice, match.groupdict()), text=text.name)
+
+
+def _from_exit_handlers(stopped: Stop, evidence: Evidence) -> Verdict:
+    """Blame the exception of a rank whose exit handlers, such as MPI_Finalize, wait for other ranks."""
+    rank = min(evidence.exiting)
+    raised = evidence.exiting[rank]
+    lines = [raised.printed_line, *raised.message.split("\n")[1:], raised.caused_by or ""]
+    known = find_text(evidence.texts, lines)
+    host = _host(evidence.facts, rank)
+    return Verdict(EXIT_IDLE, Kind.IDLE, f"rank {rank} on {host} did not exit after an exception: {raised.line};"
+                                         f" {stopped.text}", hosts=(host,),
+                   cause=known[0].cause if known else "",
+                   advice=fill_advice(known[0].advice, known[2].groupdict()) if known else "",
+                   text=known[0].name if known else "")
 
 
 def _from_consequence(evidence: Evidence) -> Verdict | None:
