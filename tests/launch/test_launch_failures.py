@@ -438,6 +438,7 @@ def test_every_run_with_a_checkpoint_says_how_to_resume(tmp_path: Path) -> None:
     ("launch ezpz-llm train --resume x", "launch ezpz-llm train --resume RUN"),
     ("launch -n 2 python3 -u -m ezpz_llm.train", "launch -n 2 python3 -u -m ezpz_llm.train --resume RUN"),
     ("launch -n 2 python3 my_train --lr 1", "launch -n 2 python3 my_train --lr 1 --resume RUN"),
+    ("launch sh -c './my_train --lr 1'", "launch --run-dir RUN sh -c './my_train --lr 1'"),
 ])
 def test_resume_commands_suit_the_program(tmp_path: Path, typed: str, again: str) -> None:
     """Only the trainer has options such as --resume and --micro-batch-size."""

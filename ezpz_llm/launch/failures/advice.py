@@ -142,8 +142,11 @@ def _split(typed: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 def _is_trainer(typed: Sequence[str], run_dir: RunDir) -> bool:
     """Return True for the trainer, also if a script runs it: only the trainer records a model's settings."""
-    if read_command(parse(typed[1:]).command).module == _TRAINER:
+    command = parse(typed[1:]).command
+    if read_command(command).module == _TRAINER:
         return True
+    if "-c" in command[1:2]:  # options after a shell's command do not reach the trainer in it
+        return False
     with contextlib.suppress(UserError):  # run.json is damaged
         record = read_own_record(run_dir)
         return record is not None and record.model is not None
