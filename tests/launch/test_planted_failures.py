@@ -306,8 +306,10 @@ def _note_the_blind(file: str) -> None:
 
 
 def _answers(plant: Plant, seen: Seen) -> dict[str, Any]:
-    return {"what": plant.what, "source": plant.source, "hosts": seen.hosts, "headline": seen.headline,
-            "advice": seen.advised, "named": seen.names(plant), "advice_verdict": seen.advice(plant)}
+    return {"what": plant.what, "source": plant.source, "hosts": seen.hosts,
+            "headline": _without_folders(seen.headline),
+            "advice": seen.advised and _without_folders(seen.advised), "named": seen.names(plant),
+            "advice_verdict": seen.advice(plant)}
 
 
 def _score(plants: list[Plant]) -> dict[str, Any]:
@@ -342,12 +344,16 @@ def _counted(score: dict[str, Any]) -> str:
     return f"{score['failures']} failures, cause named in {score['named']}, advice {advice}"
 
 
+def _without_folders(text: str) -> str:
+    """Shorten the paths of this machine: of the environment, and of the test's folder."""
+    for path in (os.path.dirname(sys.prefix), sys.prefix):
+        text = text.replace(path, "…")
+    return re.sub(r"/\S*/(plant\.py|run\b|scratch|lib)", r"…/\1", text)
+
+
 def _row(plant: Plant, seen: Seen) -> str:
     def cell(text: str) -> str:
-        for path in (os.path.dirname(sys.prefix), sys.prefix):
-            text = text.replace(path, "…")
-        text = re.sub(r"/\S*/(plant\.py|run\b|scratch|lib)", r"…/\1", text)
-        return re.sub(r"\s*\n\s*", "; ", text).replace("|", "\\|").replace("<", "&lt;")
+        return re.sub(r"\s*\n\s*", "; ", _without_folders(text)).replace("|", "\\|").replace("<", "&lt;")
 
     headline = cell(seen.headline.removeprefix("launch: "))
     is_named = "yes" if seen.names(plant) else f"no: {plant.missed}"

@@ -28,6 +28,10 @@ def test_a_long_start_up_prints_its_work_until_the_first_step(monkeypatch: pytes
 
 
 def test_a_short_start_up_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup_lines, "print_lines", lambda text: pytest.fail(text))
-    with startup_lines.startup_lines([("imports", 0.0)]):
-        pass
+    printed: list[str] = []
+    monkeypatch.setattr(startup_lines, "print_lines", printed.append)
+    with startup_lines.startup_lines([("imports", 0.0)], first_s=scaled(600)):
+        [watcher] = [thread for thread in threading.enumerate() if thread.name == "start-up"]
+    watcher.join(scaled(60))
+    assert not watcher.is_alive(), "it ends with the start-up, without waiting for its first line"
+    assert printed == []
