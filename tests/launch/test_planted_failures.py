@@ -35,7 +35,8 @@ RESULTS = ROOT / "benchmarks/results/planted_failures.md"
 BLIND = {"blind.toml": RESULTS.with_name("blind_failures.json"),
          "blind_second.toml": RESULTS.with_name("blind_second_failures.json"),
          "blind_third.toml": RESULTS.with_name("blind_third_failures.json"),
-         "blind_fourth.toml": RESULTS.with_name("blind_fourth_failures.json")}
+         "blind_fourth.toml": RESULTS.with_name("blind_fourth_failures.json"),
+         "blind_fifth.toml": RESULTS.with_name("blind_fifth_failures.json")}
 """Files of failures that were new to the classifier, and the records of their first runs."""
 _AT_ONCE = 4
 _LIMIT_S = 300
@@ -328,7 +329,8 @@ def _results(played: list[Plant]) -> str:
             ("By another author", [plant for plant in played if plant.file != "ours.toml"]),
             ("Blind", _BLIND_ONES["blind.toml"]), ("Blind, second set", _BLIND_ONES["blind_second.toml"]),
             ("Blind, third set", _BLIND_ONES["blind_third.toml"]),
-            ("Blind, fourth set", _BLIND_ONES["blind_fourth.toml"])):
+            ("Blind, fourth set", _BLIND_ONES["blind_fourth.toml"]),
+            ("Blind, fifth set", _BLIND_ONES["blind_fifth.toml"])):
         lines.append(f"\n## {title}\n")
         if (first_run := BLIND.get(plants[0].file)) is not None:
             scores = json.loads(first_run.read_text())
