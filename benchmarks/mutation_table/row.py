@@ -73,6 +73,7 @@ class Fault:
         right: text that occurs exactly once in the file.
         wrong: replacement for it.
         sees: check that should fail: a cell, the definitions, or a test.
+        what: use of the code in which results change; "" if all uses change.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Fault:
     right: str
     wrong: str
     sees: Cell | Definitions | str
+    what: str = ""
 
     @property
     def is_of_a_layout(self) -> bool:
