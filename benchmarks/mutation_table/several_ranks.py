@@ -48,7 +48,7 @@ SHARES = "tests/data/test_data_mixture.py::test_validation_uses_each_streams_sha
 
 def case(layout: str, world: int, dtype: str = "fp32") -> Cell:
     """Return the case that should show a fault."""
-    return cell(layout, world, "paths", dtype)
+    return cell(layout, world, "wide", dtype)
 
 
 FAULTS = (
@@ -56,7 +56,7 @@ FAULTS = (
           "        for parameter in self._outdated:\n            self.gradient(parameter).zero_()\n", "",
           case("ddp", 2), "a parameter without a gradient in a step after one with a gradient"),
     Fault("buckets-stay-ready", "ddp", REDUCER, "self._work, self.is_ready = None, False", "self._work = None",
-          case("ddp", 2), "several buckets and a single micro-step"),
+          case("ddp", 4), "several buckets and a single micro-step"),
     Fault("waits-for-the-first-bucket", "ddp", REDUCER,
           "        for bucket in self._buckets:\n            bucket.wait()",
           "        for bucket in self._buckets[:1]:\n            bucket.wait()", case("ddp", 2), "several buckets"),
@@ -90,8 +90,8 @@ FAULTS = (
           "torch.distributed.broadcast(logits, self._stages[0], ", case("pp2", 2), "sampling"),
     Fault("bf16-averages-of-stages-not-copied-back", "pp", PIPELINE, "                    part.copy_(reduced)",
           "                    pass", case("pp2", 4, "bf16"), "reduce_dtype bf16"),
-    Fault("first-part-of-a-stage-averaged", "pp", PIPELINE, "for part in flat.split(_BUCKET):",
-          "for part in flat.split(_BUCKET)[:1]:", case("pp2", 4, "bf16"), "several buckets"),
+    Fault("first-part-of-a-stage-averaged", "pp", PIPELINE, "for part in flat.split(gradient_reducer.BUCKET):",
+          "for part in flat.split(gradient_reducer.BUCKET)[:1]:", case("pp2", 4, "bf16"), "several buckets"),
     Fault("logits-of-one-shard", "tp", BUILD,
           "        if layout.tp > 1 and model.is_last:\n"
           '            tensor_parallel.gather_logits(model, mesh.group("tp"), mesh.tp_size)\n', "",

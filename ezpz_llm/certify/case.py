@@ -22,6 +22,7 @@ from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
 from ezpz_llm.certify.copies import differing_copies
 from ezpz_llm.certify.injected_faults import find_fault
+from ezpz_llm.certify.middle_checkpoints import MiddleCheckpoints
 from ezpz_llm.certify.recipe import Shape
 from ezpz_llm.certify.records import CaseResult, MemoryPart, RankCollectives, ReferenceSummary, SummaryNoise
 from ezpz_llm.certify.reference import (
@@ -35,6 +36,7 @@ from ezpz_llm.certify.reference import (
     read_reference,
     seed_checkpoint,
     train,
+    train_step,
 )
 from ezpz_llm.certify.uncovered_paths import certify_shared_fault
 from ezpz_llm.dist import Dist
@@ -50,6 +52,7 @@ from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientD
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.rundir import RunDir
 
 _MEMORY_STEP = 1
 """Step, counted from 0, in which memory is measured; step 0 would include setup.
@@ -74,16 +77,20 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> CaseResult:
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     reference = read_reference(root, case.model, case.dtype, steps)
     seed = seed_checkpoint(root, case.model, case.dtype, steps)
-    measured, observed = _run(case, shape, resolved, dist, reference, seed, steps)
+    checkpoints = MiddleCheckpoints(root, f"{case.model}-{case.dtype}", layout.name, case.world, dist)
+    measured, observed = _run(case, shape, resolved, dist, reference, seed, checkpoints, steps)
     free_memory(dist.device)
     expected = expected_numbers(reference, config)
     findings = {**verdict.findings(measured, expected, config.n_layer, case.dtype),
+                **verdict.end_findings(measured, expected, config.n_layer, case.dtype),
                 "format": dtype_findings(resolved, config, case.world, observed)}
+    failures = verdict.failures(findings)
+    checkpoints.close(passed=not failures)
     arithmetic, textbook = theoretical_numbers(resolved, config, case.world)
-    return replace(make_result(case, findings, verdict.failures(findings), measured, expected, reference, began),
+    return replace(make_result(case, findings, failures, measured, expected, reference, began),
                    batch=resolved.batch, parameters=parameter_count(config),
                    collectives=observed.collectives, memory=observed.memory, arithmetic=arithmetic,
-                   textbook=textbook)
+                   textbook=textbook, resumed_from=checkpoints.loaded)
 
 
 def make_result(case: Case, findings: dict[str, list[verdict.Finding]], failures: list[str],
@@ -113,7 +120,7 @@ class Observed(NamedTuple):
 
 
 def _run(case: Case, shape: Shape, resolved: Resolved, dist: Dist, reference: Reference, seed: Path,
-         steps: int) -> tuple[verdict.Numbers, Observed]:
+         checkpoints: MiddleCheckpoints, steps: int) -> tuple[verdict.Numbers, Observed]:
     config = shape.config
     fault = find_fault(case.fault) if case.fault else None
     if fault is not None and fault.settings is not None:
@@ -122,7 +129,7 @@ def _run(case: Case, shape: Shape, resolved: Resolved, dist: Dist, reference: Re
     inject = None if fault is None else fault.model
     engine = make_engine(config, resolved, dist,
                          None if inject is None else lambda model: inject(model, dist, resolved.layout),
-                         z_loss=shape.z_loss, recompute=shape.recompute)
+                         z_loss=shape.z_loss, recompute=shape.recompute, end_of_text=shape.end_of_text)
     measured: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "initial", dist)}
     _fill_with_nan(engine)
     checkpoint.load(seed, engine, dist)
@@ -132,16 +139,26 @@ def _run(case: Case, shape: Shape, resolved: Resolved, dist: Dist, reference: Re
     if fault is not None and fault.rows is not None:
         rows = fault.rows(rows, dist)
 
-    def compare_gradients(trajectory: Trajectory) -> None:
-        # exp_avg is now beta1 times the seed checkpoint's, plus (1 - beta1) times the clipped gradient.
-        measured["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,
-                                       scale=1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor)
+    def after(step: int, trajectory: Trajectory) -> None:
+        """Compare the gradients of the first step, and save a checkpoint before the last one."""
+        if step == 0:
+            # exp_avg is now beta1 times the seed checkpoint's, plus (1 - beta1) times the clipped gradient.
+            measured["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,
+                                           scale=1 / (1 - recipe.BETAS[0]) / trajectory.clip_factor)
+        if step == steps - 2:
+            checkpoint.save(engine, dist, RunDir(checkpoints.own), checkpoint.Progress(step=step + 1))
 
     recorder = _StepRecorder(engine, storages)
     trajectory = train(engine, shape, dist, rows, steps, step_context=recorder.step_context,
-                       phase_context=recorder.phase_context, after_first=compare_gradients)
+                       phase_context=recorder.phase_context, after=after)
     measured["weight"] = compare(engine, config, reference, "weight", "weight", dist)
     measured["copy"] = differing_copies(engine, dist)
+    measured["texts"] = trajectory.texts
+    # Resume in the engine that has just evaluated, and repeat the last step.
+    checkpoint.load(checkpoint.find(checkpoints.chosen), engine, dist)
+    again = all_gather(dist, train_step(engine, shape, rows, steps - 1, steps))
+    measured["again"] = {"loss": sum(loss for loss, _ in again) / len(again), "norms": [norm for _, norm in again],
+                         "weight": compare(engine, config, reference, "weight", "weight", dist)}
     ranks = all_gather(dist, (trajectory.losses, trajectory.norms, recorder.counter.totals(), recorder.memory))
     measured["losses"] = [sum(losses) / len(ranks) for losses in zip(*(rank[0] for rank in ranks), strict=True)]
     measured["norms"] = list(zip(*(rank[1] for rank in ranks), strict=True))
@@ -246,7 +263,8 @@ def expected_numbers(reference: Reference, config: ModelConfig | None) -> verdic
 
     return {
         "losses": reference.losses, "held_out": reference.held_out, "norms": reference.norms,
-        "noise": reference.noise, "numel": {name: tensors[f"weight/{name}"].numel() for name in names},
+        "texts": reference.texts, "noise": reference.noise,
+        "numel": {name: tensors[f"weight/{name}"].numel() for name in names},
         "movement": {name: movement(name) for name in names},
         **{kind: {name: tensors[f"{kind}/{name}"].norm().item() for name in names}
            for kind in ("gradient", "weight")},

@@ -38,8 +38,9 @@ _MAX_WORLDS = 16
 _UNCOVERED_PATHS = "dropout, fp16, the data reader"
 """Code paths that no case exercises, even without --quick."""
 
-_ONLY_TINY_PATHS = "recomputation, ignored targets, z-loss, 3 ranks"
-"""Code paths that only cases of `tiny-paths` exercise."""
+_PATHS_OF = {"recomputation, ignored targets": {recipe.PATHS, recipe.WIDE}, "document masks": {recipe.WIDE},
+             "z-loss, 3 ranks": {recipe.PATHS}}
+"""Code paths that only cases of some models exercise."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,12 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
         UserError: the case cannot run.
     """
     pipeline, shape = load_layout(case.layout).pp > 1, recipe.shape(case.model)
+    accumulation = recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION
+    if shape.micro_batches:
+        # `resolve` rejects worlds that are too small, or do not divide the batch.
+        accumulation = shape.micro_batches // max(1, load_layout(case.layout).dp_size(case.world))
     resolved = resolve(Request(case.layout, world_size=case.world, global_batch=shape.global_batch,
-                               clip=recipe.CLIP,
-                               accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
+                               clip=recipe.CLIP, accumulation=accumulation,
                                precision=case.dtype, device=device, model=shape.config))
     if resolved.deepspeed is None:
         return resolved
@@ -123,12 +127,14 @@ def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequ
               dtypes: Sequence[str]) -> list[Case]:
     """Return every combination, sorted by world size.
 
-    Without `worlds`, each layout has its natural world sizes, or those of `paths_worlds`. `tiny-paths` runs only in
-    the first dtype.
+    Without `worlds`, each layout has its natural world sizes, or those of `paths_worlds`; `tiny-wide` the largest.
+    `tiny-paths` runs only in the first dtype, `tiny-wide` in the first and the last.
     """
+    worlds_of = {recipe.PATHS: paths_worlds, recipe.WIDE: lambda layout: natural_worlds(layout)[-1:]}
+    dtypes_of = {recipe.PATHS: dtypes[:1], recipe.WIDE: list(dict.fromkeys((dtypes[0], dtypes[-1])))}
     cases = [Case(layout, world, model, dtype) for layout in layouts for model in models
-             for world in worlds or (paths_worlds if model == recipe.PATHS else natural_worlds)(layout)
-             for dtype in (dtypes[:1] if model == recipe.PATHS else dtypes)]
+             for world in worlds or worlds_of.get(model, natural_worlds)(layout)
+             for dtype in dtypes_of.get(model, dtypes)]
     return sorted(cases, key=lambda case: case.world)
 
 
@@ -137,16 +143,17 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
     """Return the cases of --quick.
 
     Each layout runs in its smallest multi-rank world (among `worlds`, if given) with the first dtype and each
-    model, except `tiny-paths` unless it is the only one. One layout of each kind also runs in the last dtype that
-    it supports, with the first model. The default first model is `tiny-gpt2`, because rounding to bf16 changes its
-    gradients by a sixth as much as those of `tiny-llama`.
+    model, except `tiny-paths` unless it is the only one, and `tiny-gpt2`, of which `tiny-wide` has all layers. One
+    layout of each kind also runs in the last dtype that it supports, with the first model. The default first model
+    is `tiny-gpt2`, because rounding to bf16 changes its gradients by a sixth as much as those of `tiny-llama`.
     """
     cases = []
     models = [name for name in models if name != recipe.PATHS] or models
+    exact = [name for name in models if not (name == recipe.MODELS[0] and recipe.WIDE in models)]
     for layout in layouts:
         sizes = [size for size in natural_worlds(layout) if worlds is None or size in worlds] or list(worlds or ())
         world = next((size for size in sizes if size > 1), sizes[0])
-        cases += [Case(layout, world, model, dtypes[0]) for model in models]
+        cases += [Case(layout, world, model, dtypes[0]) for model in exact]
         if layout in _ALSO_BF16:
             rounded = [Case(layout, world, models[0], dtype) for dtype in reversed(dtypes[1:])]
             # Keep a case that only lacks a compiled op: it must be reported as missing, not replaced by another
@@ -161,11 +168,11 @@ def omitted_cases(work: Work) -> str:
     layouts = list(dict.fromkeys(case.layout for case in work.cases))
     whole, _ = split_runnable(all_cases(layouts, None, recipe.ALL_MODELS, recipe.DTYPES), None)
     omitted = [case for case in whole if case not in work.cases]
-    has_paths = any(case.model == recipe.PATHS for case in work.cases)
-    paths = _UNCOVERED_PATHS if has_paths else f"{_UNCOVERED_PATHS}, {_ONLY_TINY_PATHS}"
-    uncovered = (f"not covered by any layout: {paths}\n"
-                 f"one process is checked with these{'' if has_paths else ', except 3 ranks'}; for fp16, only the "
-                 "loss scale and skipped steps")
+    run = {case.model for case in work.cases}
+    paths = [_UNCOVERED_PATHS, *(path for path, having in _PATHS_OF.items() if not run & having)]
+    uncovered = (f"not covered by any layout: {', '.join(paths)}\n"
+                 f"one process is checked with these{'' if recipe.PATHS in run else ', except 3 ranks'}; for fp16, "
+                 "only the loss scale and skipped steps")
     if not work.quick or not omitted:
         return uncovered
     worlds = ", ".join(map(str, sorted({case.world for case in omitted})))
@@ -281,7 +288,7 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     models = list(recipe.ALL_MODELS) if options.model is None else _split_list(options.model, "--model")
     dtypes = _dtypes(options, recipe.DTYPES)
     _check_layouts(layouts)
-    _check_known(models, (*MODELS, recipe.PATHS), "model", "--model")
+    _check_known(models, (*MODELS, recipe.PATHS, recipe.WIDE), "model", "--model")
     worlds = _worlds(options.world, world_size)
     device = "cpu" if options.device == "auto" else options.device
     select_cases = quick_cases if options.quick else all_cases

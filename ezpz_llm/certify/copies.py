@@ -49,7 +49,8 @@ def differing_copies(engine: Engine, dist: Dist) -> dict[str, dict[str, Any]]:
     for pieces in (engine.training_state().slices(), whole_parameters(engine)):
         for piece in pieces:
             for kind, tensor in piece.tensors.items():
-                checksums.update(_checksum_blocks(kind, piece, tensor.detach().cpu()))
+                # A copy, because fully_shard cannot free storage of which NumPy has a view.
+                checksums.update(_checksum_blocks(kind, piece, tensor.detach().cpu().clone()))
     differences: dict[str, dict[str, Any]] = {}
     first: dict[Any, tuple[int, int]] = {}
     for rank, blocks in enumerate(all_gather(dist, checksums)):

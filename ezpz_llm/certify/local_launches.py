@@ -24,6 +24,9 @@ _START_S, _REFERENCE_S, _CASE_S = 120, 180, 90
 """Time limits: the start of a launch, each reference, each case."""
 _IDLE_S = 240
 
+MIDDLE = "middle"
+"""Folder in the run directory with checkpoints that cases save, and later cases load."""
+
 
 def run_cases(work: Work, root: Path) -> Environment | None:
     """Run all cases and return the `run_environment` of the ranks; None if none were set up.

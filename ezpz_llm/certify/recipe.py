@@ -22,7 +22,10 @@ Rows = Callable[[np.ndarray, int], np.ndarray]
 MODELS = ("tiny-gpt2", "tiny-llama")
 PATHS = "tiny-paths"
 """Model with long sequences, recomputed activations, ignored targets, and a z-loss, also on three ranks."""
-ALL_MODELS = (*MODELS, PATHS)
+WIDE = "tiny-wide"
+"""Model with document masks, also in recomputed activations, uneven targets, an odd vocabulary, layers that stages
+do not divide, and a single micro-batch on four ranks."""
+ALL_MODELS = (*MODELS, PATHS, WIDE)
 DTYPES = ("fp32", "bf16_autocast", "bf16")
 STEPS, QUICK_STEPS = 8, 3
 """Optimizer steps. Three include a steady-state step, and detect the faults of benchmarks/mutations.py."""
@@ -44,6 +47,8 @@ _SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size
 _PADDED = {"vocab_size": 91}
 """Vocabulary size that is padded to 96, the size of tiny-gpt2, so that the last tensor-parallel rank has five
 padding rows."""
+_ODD = {"n_layer": 3, "n_embd": 96, "vocab_size": 179, "vocab_multiple": 2}
+"""Layers and tokens that ranks do not divide: the padded vocabulary has 90 rows on each of two ranks."""
 SCALED = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000,
           "stage3_param_persistence_threshold": 1_000, "stage3_prefetch_bucket_size": 20_000,
           "stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 20_000, "sub_group_size": 100_000}
@@ -53,6 +58,9 @@ SCALED_FOR = 210_304
 """Number of parameters of the smaller model, for which SCALED is meant."""
 SMALLEST_FILE = 4096
 """Minimum size in bytes of tensors that are offloaded to files. DeepSpeed's 1 MiB exceeds every tensor here."""
+
+REDUCE_BUCKET = SCALED["reduce_bucket_size"]
+"""Elements of a bucket of ezpz_llm's own reducer."""
 
 LOSS_CHUNK = 48
 """Tokens per chunk of the loss in layouts: several chunks and a remainder. The reference has no chunks."""
@@ -69,6 +77,11 @@ WIDE_CLIP, Z_LOSS = 100.0, 1e-3
 HELD_OUT = 2 ** 20
 """Step number that seeds the held-out batch; no run has as many steps."""
 
+END_OF_TEXT = 7
+"""Token at the start of each document of `tiny-wide`."""
+PROMPTS, NEW_TOKENS = 8, 4
+"""Number of prompts, and of tokens that each is extended by."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -80,6 +93,9 @@ class Shape:
         ignore_every: one in so many targets of each sequence is ignored; 0: none.
         z_loss: weight of the z-loss.
         recompute: the activations of every N-th block are recomputed; 0: none.
+        micro_batches: micro-batches of all ranks in a step, for a batch with uneven numbers of targets; 0: the
+            layout chooses, and all micro-batches have the same number of targets.
+        end_of_text: token between documents, which attention then separates.
     """
 
     config: ModelConfig
@@ -87,6 +103,8 @@ class Shape:
     ignore_every: int = 0
     z_loss: float = 0.0
     recompute: int = 0
+    micro_batches: int = 0
+    end_of_text: int | None = None
 
 
 def shape(name: str) -> Shape:
@@ -99,6 +117,9 @@ def shape(name: str) -> Shape:
         config = get_model_config("tiny-llama", **{**_SMALL, **_PADDED, "block_size": LONG}, dropout=0.0)
         # 24 sequences can be split evenly over 2, 3, or 4 ranks with 2 micro-batches each.
         return Shape(config, global_batch=24, ignore_every=8, z_loss=Z_LOSS, recompute=2)
+    if name == WIDE:
+        config = get_model_config("tiny-gpt2", **{**_SMALL, **_ODD}, dropout=0.0)
+        return Shape(config, micro_batches=4, end_of_text=END_OF_TEXT, recompute=2)
     small = {} if not name.startswith("tiny-") else {**_SMALL, **_PADDED} if name == "tiny-llama" else _SMALL
     return Shape(get_model_config(name, **small, dropout=0.0))
 
@@ -127,18 +148,36 @@ def sequences(config: ModelConfig, step: int, number: int) -> np.ndarray:
     return np.stack(rows, axis=1).astype(np.int64)
 
 
-def tokens_and_targets(rows: np.ndarray, ignore_every: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split (n, T + 1) tokens into inputs and targets (n, T).
+def tokens_and_targets(rows: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Split (n, T + 1) tokens into inputs and targets (n, T) of a training step.
 
     With `ignore_every`, a multiple of which T must be, each row ignores one in so many targets, beginning at a
-    position that depends on its first token. All rows ignore the same number, because a step averages the means of
-    micro-batches.
+    position that depends on its first token. All these rows ignore the same number, because a step averages the
+    means of micro-batches. With `micro_batches`, the rows have `uneven_targets`.
+    """
+    if shape.micro_batches:
+        return uneven_targets(rows)
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    if not shape.ignore_every:
+        return tokens, targets
+    ignored = (np.arange(tokens.shape[1]) + rows[:, :1]) % shape.ignore_every == 0
+    return tokens, np.where(ignored, IGNORED, targets)
+
+
+def uneven_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split (n, T + 1) tokens into inputs and targets (n, T), with between 1 and T targets in a row, at its end.
+
+    The number depends on a row's second token, so that it is the same on any rank.
     """
     tokens, targets = rows[:, :-1], rows[:, 1:]
-    if not ignore_every:
-        return tokens, targets
-    ignored = (np.arange(tokens.shape[1]) + rows[:, :1]) % ignore_every == 0
-    return tokens, np.where(ignored, IGNORED, targets)
+    length = tokens.shape[1]
+    first = (rows[:, 1:2] * 37) % length
+    return tokens, np.where(np.arange(length) < first, IGNORED, targets)
+
+
+def prompts(config: ModelConfig) -> np.ndarray:
+    """Return (PROMPTS, T - 3) tokens to extend: an odd length, which grows beyond the model's context T."""
+    return sequences(config, HELD_OUT - 1, PROMPTS)[:, :config.block_size - 3]
 
 
 def zero_by_symmetry(config: ModelConfig) -> dict[str, tuple[int, int]]:

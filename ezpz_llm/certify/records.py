@@ -50,6 +50,7 @@ class ReferenceNumbers(Struct, frozen=True):
     losses: list[float]
     norms: list[float]
     held_out: float
+    texts: list[list[int]]
     noise: Noise
     symmetric: dict[str, float]
     one_process: dict[str, LargestRatio]
@@ -131,7 +132,7 @@ class CaseResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
         by_parameter: value and bound of each parameter, by kind.
         collectives, memory: measured, by rank.
         arithmetic, textbook: calculated memory, and traffic as in `case.published_traffic`.
-        resumed_from: for a target, the layout that saved the loaded checkpoint.
+        resumed_from: the layout that saved the loaded checkpoint.
         one_process: for a shared fault, the comparison with the step definition.
     """
 

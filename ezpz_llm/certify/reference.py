@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn import functional
 from ezpz_llm import checkpoint
 from ezpz_llm.base import UserError, read_json
 from ezpz_llm.base.records import as_plain, as_record
-from ezpz_llm.certify import one_process, recipe
+from ezpz_llm.certify import one_process, recipe, verdict
 from ezpz_llm.certify.local_launches import reference_file
 from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State, cosine_rate
@@ -29,23 +29,26 @@ from ezpz_llm.certify.records import LargestRatio, Noise, ReferenceNumbers
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.engine import gradient_reducer
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.optimizer_state import Slice, owned_parts
-from ezpz_llm.evaluate.validation import validation_loss
+from ezpz_llm.evaluate.validation import sample, validation_loss
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.document_mask import mask_documents
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.model.parameters import parameter_named, parameter_shapes
 from ezpz_llm.rundir import RunDir, write_json
 
 _NOISE_ACCUMULATIONS = (8, 1, 4)
-"""Micro-steps of each run that measures noise. The reference has recipe.ACCUMULATION."""
+"""Micro-steps of each run that measures noise. The reference has recipe.ACCUMULATION. With uneven targets, the loss
+depends on the micro-batches, so that all runs have the same."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,13 @@ class Reference:
             (2-norms of differences, without the elements that are zero by symmetry).
         symmetric: gradient norm of elements that are zero by symmetry, relative to that of their parameter.
         one_process: by phase, the comparison with the step definition that has the largest ratio.
+        texts: most likely next tokens of each prompt after the last step; none where noise could change one.
     """
 
     losses: list[float]
     norms: list[float]
     held_out: float
+    texts: list[list[int]]
     noise: Noise
     symmetric: dict[str, float]
     one_process: dict[str, LargestRatio]
@@ -91,7 +96,8 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     folder.mkdir(parents=True, exist_ok=True)
     shape, single = recipe.shape(model), single_rank_world(dist)
     config, seed_folder = shape.config, folder / "seed"
-    trajectory, tensors, observed = _run(shape, dtype, steps, single, recipe.ACCUMULATION, seed_folder)
+    trajectory, tensors, observed = _run(shape, dtype, steps, single, shape.micro_batches or recipe.ACCUMULATION,
+                                         seed_folder)
     comparisons, spread = one_process.compare_steps(observed, dtype)
     one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
     check_gradients(config, tensors)
@@ -102,14 +108,17 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     repetitions = []
     for number, accumulation in enumerate(_NOISE_ACCUMULATIONS):
         with reordered_sums(number):
-            repetition, values, observed = _run(shape, dtype, steps, single, accumulation, seed_folder, number + 1)
+            repetition, values, observed = _run(shape, dtype, steps, single, shape.micro_batches or accumulation,
+                                                seed_folder, number + 1)
         repetitions.append((repetition, values))
         # The tolerances come from the noise of these runs, which must not exceed rounding.
         reordered, _ = one_process.compare_steps(observed, dtype, spread)
         one_process.raise_if_failed(reordered, INCONSISTENT, f"{model} {dtype} in {accumulation} micro-steps")
     save_file(tensors, folder / "tensors.safetensors")
     write_json(numbers, as_plain(ReferenceNumbers(
-        **asdict(trajectory), noise=baseline_noise(config, trajectory, tensors, repetitions),
+        trajectory.losses, trajectory.norms, trajectory.held_out,
+        certain_texts([trajectory, *(run for run, _ in repetitions)]),
+        noise=baseline_noise(config, trajectory, tensors, repetitions),
         symmetric=_symmetric_shares(config, tensors), one_process=one_process.worst_by_phase(comparisons))))
 
 
@@ -169,7 +178,8 @@ def _run(shape: Shape, dtype: str, steps: int, single: Dist, accumulation: int, 
     """Train one process from the seed checkpoint; if `order` is 0, make that checkpoint first."""
     resolved = resolve(Request("ddp", world_size=1, global_batch=shape.global_batch, accumulation=accumulation,
                                clip=recipe.CLIP, precision=dtype, device=single.device.type))
-    engine = make_engine(shape.config, resolved, single, loss_chunk=0, z_loss=shape.z_loss)
+    engine = make_engine(shape.config, resolved, single, loss_chunk=0, z_loss=shape.z_loss,
+                         end_of_text=shape.end_of_text)
     initial = state_of(engine)
     if order:
         checkpoint.load(checkpoint.find(seed_folder), engine, single)
@@ -181,8 +191,13 @@ def _run(shape: Shape, dtype: str, steps: int, single: Dist, accumulation: int, 
     def draw_rows(batch: np.ndarray, step: int) -> np.ndarray:
         """Return this rank's rows of a step, shuffled unless `order` is 0, and append them to `data`."""
         rows = own_rows(single)(batch, step)
-        data.append(rows[np.random.default_rng((order, step)).permutation(len(rows))] if order else rows)
-        return data[-1]
+        if order:
+            # Rows stay in their micro-batch if these have uneven numbers of targets.
+            parts = rows.reshape(shape.micro_batches or len(rows), -1, rows.shape[1])
+            shuffle = np.random.default_rng((order, step)).permutation
+            rows = np.concatenate([parts[at][shuffle(len(parts[at]))] for at in shuffle(len(parts))])
+        data.append(rows)
+        return rows
 
     @contextmanager
     def keep_state(step: int) -> Iterator[None]:
@@ -198,13 +213,14 @@ def _run(shape: Shape, dtype: str, steps: int, single: Dist, accumulation: int, 
                **{f"gradient/{name}": ((value.double() - beta * before[name]) / (1 - beta) / factor).float()
                   for name, value in states[1].first.items()},
                **{f"weight/{name}": value for name, value in states[-1].weights.items()}}
-    settings = settings_of(shape.config, recipe.CLIP, shape.z_loss)
+    settings = settings_of(shape.config, recipe.CLIP, shape.z_loss, shape.end_of_text)
     observed = [ObservedStep(f"step {step + 1}", states[step], states[step + 1],
                              on_cpu(micro_batches(engine, data[step], shape)),
                              cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, steps), settings,
                              trajectory.losses[step], trajectory.norms[step])
                 for step in range(steps)]
-    held_out = on_cpu(micro_batches(engine, _global_rows(shape, recipe.HELD_OUT), shape))
+    held_out = [(torch.from_numpy(tokens), torch.from_numpy(targets))
+                for tokens, targets in _held_out_batches(_global_rows(shape, recipe.HELD_OUT), accumulation)]
     observed[-1] = replace(observed[-1], evaluated=Evaluation(held_out, trajectory.held_out))
     return trajectory, tensors, observed
 
@@ -348,11 +364,19 @@ def _combine_ranks(ranks: list[dict[str, _Sums]]) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Trajectory:
-    """Losses and gradient norms of each step on this rank; averaged over ranks, `losses` are the steps' losses."""
+    """Losses and gradient norms of each step on this rank; averaged over ranks, `losses` are the steps' losses.
+
+    Attributes:
+        held_out: mean loss of a held-out batch after the last step.
+        texts: new tokens of each prompt after the last step, the most likely ones.
+        margins: for each of them, the difference of its logit from the second largest one.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     held_out: float = 0.0
+    texts: list[list[int]] = field(default_factory=list)
+    margins: list[list[float]] = field(default_factory=list)
 
     @property
     def clip_factor(self) -> float:
@@ -364,7 +388,7 @@ class Trajectory:
 def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
                 change_model: Callable[[torch.nn.Module], None] | None = None,
                 loss_chunk: int = recipe.LOSS_CHUNK, seed: int = recipe.SEED, z_loss: float = 0.0,
-                recompute: int = 0) -> Engine:
+                recompute: int = 0, end_of_text: int | None = None) -> Engine:
     """Build the engine of a layout around a model with initial weights.
 
     Args:
@@ -373,11 +397,23 @@ def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
     model = assemble(config, resolved.layout, dist.mesh, seed, dist.device.type)
     configure_head(model, loss_chunk, z_loss)
     recompute_blocks(model, recompute)
+    mask_documents(model, end_of_text)
     if change_model is not None:
         change_model(model)
-    with _lower_min_file_size(dist) if uses_nvme(resolved.layout) else nullcontext():
+    with _small_buckets(), _lower_min_file_size(dist) if uses_nvme(resolved.layout) else nullcontext():
         return build_engine(model, resolved, dist, lr=recipe.PEAK_LR, betas=recipe.BETAS, eps=recipe.EPS,
                             param_groups=decay_groups(model, recipe.WEIGHT_DECAY))
+
+
+@contextmanager
+def _small_buckets() -> Iterator[None]:
+    """Make gradients fill several buckets of ezpz_llm's reducer."""
+    default = gradient_reducer.BUCKET
+    gradient_reducer.BUCKET = recipe.REDUCE_BUCKET
+    try:
+        yield
+    finally:
+        gradient_reducer.BUCKET = default
 
 
 @contextmanager
@@ -411,36 +447,81 @@ def micro_batches(engine: Engine, rows: np.ndarray, shape: Shape) -> Iterator[Mi
 
 def _split(engine: Engine, rows: np.ndarray, shape: Shape) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for part in np.split(rows, engine.batch.accumulation):
-        tokens, targets = recipe.tokens_and_targets(part, shape.ignore_every)
+        tokens, targets = recipe.tokens_and_targets(part, shape)
+        yield np.ascontiguousarray(tokens), np.ascontiguousarray(targets)
+
+
+def _held_out_batches(rows: np.ndarray, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield inputs and targets of `number` batches, with unequal numbers of targets."""
+    for part in np.split(rows, number):
+        tokens, targets = recipe.uneven_targets(part)
         yield np.ascontiguousarray(tokens), np.ascontiguousarray(targets)
 
 
 def train(engine: Engine, shape: Shape, dist: Dist, rows: Rows, steps: int, *,
           step_context: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
           phase_context: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
-          after_first: Callable[[Trajectory], None] = lambda trajectory: None) -> Trajectory:
-    """Make `steps` optimizer steps and evaluate a held-out batch. Collective.
+          after: Callable[[int, Trajectory], None] = lambda step, trajectory: None) -> Trajectory:
+    """Make `steps` optimizer steps, evaluate a held-out batch, and extend prompts. Collective.
 
     Args:
         step_context: context manager for each step, called with its number.
         phase_context: context manager for each phase of a step, called with its name.
-        after_first: called between the first and the second step.
+        after: called after each step.
     """
     trajectory = Trajectory()
     for step in range(steps):
-        data = rows(_global_rows(shape, step), step)
         with step_context(step):
-            loss, norm = engine.train_step(micro_batches(engine, data, shape), recipe.learning_rate(step, steps),
-                                           phase_context)
-        trajectory.losses.append(loss.item())
-        trajectory.norms.append(norm.item())
-        if step == 0:
-            after_first(trajectory)
+            loss, norm = train_step(engine, shape, rows, step, steps, phase_context)
+        trajectory.losses.append(loss)
+        trajectory.norms.append(norm)
+        after(step, trajectory)
     held_out = own_rows(dist)(_global_rows(shape, recipe.HELD_OUT), steps)
     with engine.evaluating():
         trajectory.held_out, _ = validation_loss(
-            engine.loss_sum, list(_split(engine, held_out, shape)), device=engine.device, mesh=dist.mesh)
+            engine.loss_sum, _held_out_batches(held_out, engine.batch.accumulation), device=engine.device,
+            mesh=dist.mesh)
+        trajectory.texts, trajectory.margins = _extend_prompts(engine, shape.config)
     return trajectory
+
+
+def train_step(engine: Engine, shape: Shape, rows: Rows, step: int, steps: int,
+               phase_context: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
+               ) -> tuple[float, float]:
+    """Make step `step` of `steps`; return this rank's loss and the gradient norm. Collective."""
+    data = rows(_global_rows(shape, step), step)
+    loss, norm = engine.train_step(micro_batches(engine, data, shape), recipe.learning_rate(step, steps),
+                                   phase_context)
+    return loss.item(), norm.item()
+
+
+def _extend_prompts(engine: Engine, config: ModelConfig) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the most likely next tokens of each prompt, and the margins of their logits. Collective."""
+    margins = []
+
+    def next_logits(tokens: Tensor) -> Tensor:
+        """Return the engine's logits, and keep the margin of the largest one."""
+        logits = engine.next_logits(tokens)
+        first, second = logits[:, :config.vocab_size].float().topk(2).values.unbind(1)
+        margins.append(first - second)
+        return logits
+
+    prompts = torch.from_numpy(recipe.prompts(config)).to(engine.device)
+    extended = sample(next_logits, prompts, new_tokens=recipe.NEW_TOKENS, generator=torch.Generator(),
+                      block_size=config.block_size, vocab_size=config.vocab_size, top_k=1)
+    return extended[:, prompts.shape[1]:].tolist(), torch.stack(margins, dim=1).tolist()
+
+
+def certain_texts(runs: Sequence[Trajectory]) -> list[list[int]]:
+    """Return the texts of the first run, and an empty list for each text that a rounding could change.
+
+    Args:
+        runs: runs of one process with different summation orders.
+    """
+    margins = np.array([run.margins for run in runs])
+    noise = np.abs(margins - margins[0]).max()
+    return [text if all(run.texts[row] == text for run in runs) and margins[0, row].min() > verdict.FACTOR * noise
+            else [] for row, text in enumerate(runs[0].texts)]
 
 
 def free_memory(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -20,7 +21,7 @@ from ezpz_llm.base import UserError, group_by_key, print_lines
 from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify import recipe, target_file, verdict
 from ezpz_llm.certify.cases import Skipped, Work, load_layout, omitted_cases
-from ezpz_llm.certify.local_launches import read_definition_outcomes, read_reference_error, read_results
+from ezpz_llm.certify.local_launches import MIDDLE, read_definition_outcomes, read_reference_error, read_results
 from ezpz_llm.certify.records import (
     Basis,
     CaseResult,
@@ -164,6 +165,7 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
              environment: Environment | None) -> int:
     """Print and write the outcome, and return the exit code. Call on one rank only."""
     outcome, refused = read_results(run_dir.path), read_reference_error(run_dir.path)
+    shutil.rmtree(run_dir.path / MIDDLE, ignore_errors=True)
     checks = read_definition_outcomes(run_dir.path)
     command = shlex.join(["ezpz-llm", "certify", *argv])
     certificate = record(work, outcome, environment, command, time.perf_counter() - began, refused, checks)

@@ -16,19 +16,30 @@ from ezpz_llm.base import count_noun, read_json
 from ezpz_llm.base.records import as_record
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.case import expected_numbers, make_result
-from ezpz_llm.certify.cases import Case
+from ezpz_llm.certify.cases import Case, load_layout
 from ezpz_llm.certify.copies import differing_copies
 from ezpz_llm.certify.local_launches import Job, reference_file
+from ezpz_llm.certify.middle_checkpoints import MiddleCheckpoints
 from ezpz_llm.certify.records import CaseResult, TargetProperties
 from ezpz_llm.certify.reference import Reference, compare, free_memory, read_reference
 from ezpz_llm.certify.target_file import ACCUMULATION, SAME, load
 from ezpz_llm.certify.target_reference import STATISTIC, gradient_scale, scaled_ds_config
-from ezpz_llm.certify.target_resume import MidRunCheckpoints, WeightSlices, compare_resumed, copy_weights, resume
-from ezpz_llm.certify.target_run import Batches, Observations, mean_held_out, mean_losses, train, wrap_target
+from ezpz_llm.certify.target_resume import WeightSlices, compare_resumed, copy_weights, resume
+from ezpz_llm.certify.target_run import (
+    Batches,
+    Observations,
+    first_epoch_steps,
+    mean_held_out,
+    mean_losses,
+    train,
+    wrap_target,
+)
 from ezpz_llm.certify.verdict import Finding
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.engine.running_statistics import statistics_of
+from ezpz_llm.library.script_models import ScriptModels
+from ezpz_llm.rundir import RunDir
 
 PHASES = {"data": "data", **verdict.PHASES, "statistics": "running statistics", "random": "random numbers",
           "evaluation": "evaluation", "resume": "resume"}
@@ -56,7 +67,8 @@ def certify_target(case: Case, job: Job, dist: Dist) -> CaseResult:
     reference = read_reference(job.root, case.model, case.dtype, job.steps, case.world)
     path = reference_file(job.root, case.model, case.dtype, job.steps, case.world).with_name("about.json")
     about = as_record(TargetProperties, read_json(path), str(path))
-    checkpoints = MidRunCheckpoints(case, job, dist)
+    checkpoints = MiddleCheckpoints(job.root, f"{case.dtype}-{case.world}", load_layout(case.layout).name,
+                                    case.world, dist)
     run = _train(case, job, dist, reference, about, checkpoints)
     free_memory(dist.device)
     measured, expected = run.numbers, expected_numbers(reference, None)
@@ -97,7 +109,7 @@ class _Run:
 
 
 def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: TargetProperties,
-           checkpoints: MidRunCheckpoints) -> _Run:
+           checkpoints: MiddleCheckpoints) -> _Run:
     assert job.target is not None
     target = load(job.target)
     file = scaled_ds_config(job.root / "ds_configs", case.layout, case.dtype, about.parameters,
@@ -112,8 +124,8 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: Target
         if step == 0:
             measured["gradient"] = compare(model.engine, None, reference, "exp_avg", "gradient", dist,
                                            scale=gradient_scale(model.optimizer, about.clip, trajectory))
-        if step == checkpoints.step - 1:
-            checkpoints.save(model)
+        if step == first_epoch_steps(job.steps) - 1:
+            ScriptModels({"": model}, dist).save(RunDir(checkpoints.own), step + 1, {})
 
     torch.manual_seed(recipe.SEED + 1 + dist.rank)
     trajectory = train(model, batches, use_own_step=True, after=after_step)
@@ -169,8 +181,8 @@ def _data_findings(ranks: Sequence[dict[int, list[str]]], expected: dict[int, li
                 first_repeated = (first_repeated
                                   or f": on rank {rank}, micro-batch {number} equals micro-batch {earlier}")
     return [_Count("sample", wrong, 0.0, " drawn too often or not often enough, compared with a single process"
-                   f"{first_wrong}"),
-            _Count("repeat", len(repeated), 0.0, f" of an earlier micro-batch{first_repeated}")]
+                   f"{first_wrong}", 0),
+            _Count("repeat", len(repeated), 0.0, f" of an earlier micro-batch{first_repeated}", 0)]
 
 
 def _random_findings(ranks: Sequence[Observations], drops: bool) -> list[Finding]:

@@ -81,7 +81,7 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
                                  for _, run in repetitions) for name in statistics_of(module)})
     write_json(path.with_name("about.json"), as_plain(about))
     save_file(tensors, path.with_name("tensors.safetensors"))
-    write_json(path, as_plain(ReferenceNumbers(whole_run.losses, whole_run.norms, whole_run.held_out, noise,
+    write_json(path, as_plain(ReferenceNumbers(whole_run.losses, whole_run.norms, whole_run.held_out, [], noise,
                                                symmetric={}, one_process={})))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.local_launches import Job
+from ezpz_llm.certify.middle_checkpoints import MiddleCheckpoints
 from ezpz_llm.certify.reference import Reference
 from ezpz_llm.certify.target_file import ACCUMULATION, RESUMED, load
 from ezpz_llm.certify.target_run import (
@@ -25,50 +25,12 @@ from ezpz_llm.certify.target_run import (
 )
 from ezpz_llm.certify.verdict import Finding
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather, broadcast
+from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.library.script_models import ScriptModels
 from ezpz_llm.library.wrapped import Wrapped
-from ezpz_llm.rundir import RunDir
 
 WeightSlices = list[tuple[str, Tensor]]
 """Slices of weights on a rank, with parameter names."""
-
-
-class MidRunCheckpoints:
-    """Mid-run checkpoints: of the case, and of the last case that passed with its precision and world size.
-
-    `own` and `passed` are their folders, `step` the number of steps before the checkpoint, and `loaded` the layout
-    whose checkpoint was loaded.
-    """
-
-    def __init__(self, case: Case, job: Job, dist: Dist) -> None:
-        folder = job.root / "middle" / f"{case.dtype}-{case.world}"
-        self.own, self.passed, self.step = folder / "own", folder / "passed", first_epoch_steps(job.steps)
-        self.loaded = ""
-        self._dist, self._layout = dist, case.layout
-        self._remove(self.own)
-
-    def save(self, model: Wrapped) -> None:
-        """Save the case's checkpoint. Collective."""
-        ScriptModels({"": model}, self._dist).save(RunDir(self.own), self.step, {"case": self._layout})
-
-    def load(self, model: Wrapped) -> None:
-        """Load the checkpoint of the last case that passed, or the case's own if there is none. Collective."""
-        where = self.passed if broadcast(self._dist, self.passed.is_dir()) else self.own
-        self.loaded = ScriptModels({"": model}, self._dist).load(where).state.user["case"]
-
-    def close(self, *, passed: bool) -> None:
-        """Keep the case's checkpoint for the next case if the case passed, else delete it. Collective."""
-        self._dist.barrier()
-        if self._dist.is_main and passed:
-            shutil.rmtree(self.passed, ignore_errors=True)
-            self.own.rename(self.passed)
-        self._remove(self.own)
-
-    def _remove(self, folder: Path) -> None:
-        if self._dist.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._dist.barrier()
 
 
 def copy_weights(model: Wrapped) -> WeightSlices:
@@ -78,7 +40,7 @@ def copy_weights(model: Wrapped) -> WeightSlices:
 
 
 def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
-           checkpoints: MidRunCheckpoints) -> tuple[Observations, WeightSlices]:
+           checkpoints: MiddleCheckpoints) -> tuple[Observations, WeightSlices]:
     """Load the checkpoint into a module with other initial weights and take the remaining steps. Collective.
 
     Returns:
@@ -88,11 +50,11 @@ def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
     target = load(job.target)
     model = wrap_target(target, dist, ds_config, ACCUMULATION, clip, seed=recipe.SEED + 1)
     rates = [group["lr"] for group in model.optimizer.param_groups]
-    checkpoints.load(model)
+    ScriptModels({"": model}, dist).load(checkpoints.chosen)
     for group, rate in zip(model.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate  # not that of the checkpoint's step, since `train` has its own schedule
     batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
-    trajectory = train(model, batches, use_own_step=True, first=checkpoints.step)
+    trajectory = train(model, batches, use_own_step=True, first=first_epoch_steps(job.steps))
     return trajectory, copy_weights(model)
 
 

@@ -5,21 +5,29 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ezpz_llm.certify.records import Worst
 
+AFTER_TRAINING = sys.maxsize
+"""Value of `Finding.step` for what is compared after the last step."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """A measured difference and its bound. It failed if `ratio` is above 1 or NaN."""
+    """A measured difference and its bound. It failed if `ratio` is above 1 or NaN.
+
+    `step` is the step that it is about, from 1, or 0 for the state before the first step.
+    """
 
     what: str
     value: float
     bound: float
     detail: str = ""
+    step: int = AFTER_TRAINING
 
     @property
     def ratio(self) -> float:
@@ -48,31 +56,48 @@ Numbers = dict[str, Any]
 """Numbers of a layout (`measured`) or of the reference (`expected`), by name.
 
 `measured`: losses, held_out, norms (per step and rank); first, gradient and weight from `compare`; copy from
-`differing_copies`. `expected`: losses, held_out, norms, noise; by parameter numel and the 2-norms gradient, weight
-and movement (difference between last and initial weights)."""
+`differing_copies`; texts; again, with the loss, norms and weight of the last step after a resume. `expected`:
+losses, held_out, norms, texts, noise; by parameter numel and the 2-norms gradient, weight and movement (difference
+between last and initial weights)."""
 
 
 PHASES = {"cover": "coverage", "first": "start", "loss": "forward", "gradient": "backward", "norm": "reduction",
-          "weight": "optimizer", "copy": "copies", "format": "format"}
+          "weight": "optimizer", "copy": "copies", "text": "sampling", "again": "resume", "format": "format"}
 """Phase of a step by kind of finding, in the order of computation."""
 
 
 def findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> dict[str, list[Finding]]:
-    """Return all comparisons by kind, for all kinds of PHASES except "format", in the order of computation."""
+    """Return the comparisons of training steps by kind, in the order of computation."""
     return {
         "cover": _coverage_findings(measured, expected),
-        "first": [Finding(f"initial weights of {name}", value, 0.0, f" on rank {rank}")
+        "first": [Finding(f"initial weights of {name}", value, 0.0, f" on rank {rank}", 0)
                   for name, entry in measured["first"].items()
                   for rank, value in (_first_exceeding(entry["ranks"], 0.0),)],
         "loss": _loss_findings(measured, expected),
         "gradient": _parameter_findings("gradient", measured, expected,
                                         lambda name: (gradient_bound(name, n_layer, dtype)
-                                                      * expected["gradient"][name]), FACTOR),
+                                                      * expected["gradient"][name]), FACTOR, step=1),
         "norm": _norm_findings(measured, expected, n_layer, dtype),
         "weight": _parameter_findings("weight", measured, expected, _min_weight_bound(expected),
                                       WEIGHT_FACTOR[dtype]),
         "copy": [_CopyFinding(f"the {label}{entry['where']}", entry["apart"], 0.0, f"{entry['compared']} blocks")
                  for label, entry in measured["copy"].items()],
+    }
+
+
+def end_findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> dict[str, list[Finding]]:
+    """Return the comparisons after training: of sampled texts, and of the last step after a resume."""
+    differing = [row for row, text in enumerate(expected["texts"]) if text and measured["texts"][row] != text]
+    detail = f" of {sum(map(bool, expected['texts']))}" + (f"; first {differing[0]}" if differing else "")
+    again, last = measured["again"], len(expected["losses"]) - 1
+    title = f"step {last + 1} after a resume"
+    return {
+        "text": [Finding("the number of prompts with other most likely tokens", len(differing), 0.0, detail)],
+        "again": [Finding(f"loss at {title}", _difference(again["loss"], expected["losses"][last]),
+                          _loss_bound(expected)),
+                  _norm_finding(title, again["norms"], last, expected, n_layer, dtype),
+                  *_parameter_findings("weight", again, expected, _min_weight_bound(expected), WEIGHT_FACTOR[dtype],
+                                       f" after {title}")],
     }
 
 
@@ -101,14 +126,15 @@ def worst(entries: list[Finding]) -> Finding:
 def failures(by_kind: dict[str, list[Finding]], phases: Mapping[str, str] = PHASES) -> list[str]:
     """Return a line for each kind with failures: its first failure, and the number of other failures.
 
-    "First" is in the order of computation, which is closer to the bug than the failure with the largest ratio.
+    "First" is in the order of computation, which is closer to the bug than the failure with the largest ratio. So
+    is the order of the lines: by step, then by phase.
     """
     lines = []
     for kind, entries in by_kind.items():
         if failed := [finding for finding in entries if finding.failed]:
             suffix = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-            lines.append(f"{phases[kind]}: {failed[0]}{suffix}")
-    return lines
+            lines.append((failed[0].step, f"{phases[kind]}: {failed[0]}{suffix}"))
+    return [line for _, line in sorted(lines, key=lambda item: item[0])]
 
 
 def worst_by_kind(by_kind: dict[str, list[Finding]]) -> dict[str, Worst]:
@@ -120,13 +146,13 @@ def worst_by_kind(by_kind: dict[str, list[Finding]]) -> dict[str, Worst]:
 def _coverage_findings(measured: Numbers, expected: Numbers) -> list[Finding]:
     return [Finding(f"the number of compared elements of {name} ({kind})",
                     abs(measured[kind].get(name, {"elements": 0})["elements"] - numel), 0.0,
-                    f": {measured[kind].get(name, {'elements': 0})['elements']} of {numel}")
+                    f": {measured[kind].get(name, {'elements': 0})['elements']} of {numel}", 0)
             for kind in ("gradient", "weight") for name, numel in expected["numel"].items()]
 
 
 def _loss_findings(measured: Numbers, expected: Numbers) -> list[Finding]:
     bound = _loss_bound(expected)
-    steps = [Finding(f"loss at step {step}", _difference(actual, loss), bound)
+    steps = [Finding(f"loss at step {step}", _difference(actual, loss), bound, step=step)
              for step, (actual, loss) in enumerate(zip(measured["losses"], expected["losses"], strict=True), 1)]
     held_out = _difference(measured["held_out"], expected["held_out"])
     return [*steps, Finding("loss after the last step", held_out, bound)]
@@ -137,22 +163,24 @@ def _loss_bound(expected: Numbers) -> float:
 
 
 def _norm_findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> list[Finding]:
-    """Compare gradient norms.
+    return [replace(_norm_finding(f"step {step}", norms, step - 1, expected, n_layer, dtype), step=step)
+            for step, norms in enumerate(measured["norms"], 1)]
 
-    Their relative bound is at least the largest gradient bound of a parameter, plus K fp32 roundings: of a tensor's
+
+def _norm_finding(title: str, norms: Sequence[float], step: int, expected: Numbers, n_layer: int,
+                  dtype: str) -> Finding:
+    """Compare the gradient norm of each rank with the reference's at a step, counted from 0.
+
+    The relative bound is at least the largest gradient bound of a parameter, plus K fp32 roundings: of a tensor's
     norm, of its square, of their sum, and of its root.
     """
+    norm, noise = expected["norms"][step], expected["noise"].norm[step]
     rounding = max(gradient_bound(name, n_layer, dtype) for name in expected["gradient"]) + K * ROUNDING["fp32"]
-    findings = []
-    for step, (norms, norm, noise) in enumerate(
-            zip(measured["norms"], expected["norms"], expected["noise"].norm, strict=True), 1):
-        bound = max(rounding, FACTOR * noise / norm)
-        apart = {rank: _difference(value, norm) / norm for rank, value in enumerate(norms)}
-        rank, value = _first_exceeding(apart, bound)
-        findings.append(Finding(f"gradient norm at step {step}", value, bound,
-                                f" (relative): {norms[rank]:.6g} on rank {rank}, {norms[rank] / norm:.4g} times "
-                                "the reference's"))
-    return findings
+    bound = max(rounding, FACTOR * noise / norm)
+    apart = {rank: _difference(value, norm) / norm for rank, value in enumerate(norms)}
+    rank, value = _first_exceeding(apart, bound)
+    return Finding(f"gradient norm at {title}", value, bound,
+                   f" (relative): {norms[rank]:.6g} on rank {rank}, {norms[rank] / norm:.4g} times the reference's")
 
 
 def _min_weight_bound(expected: Numbers) -> Callable[[str], float]:
@@ -170,16 +198,18 @@ def _bound(kind: str, name: str, expected: Numbers, minimum: Callable[[str], flo
 
 
 def _parameter_findings(kind: str, measured: Numbers, expected: Numbers,
-                        minimum: Callable[[str], float], factor: float) -> list[Finding]:
+                        minimum: Callable[[str], float], factor: float, when: str = "",
+                        step: int = AFTER_TRAINING) -> list[Finding]:
     title = {"gradient": "gradient", "weight": "weights"}[kind]
     findings = []
     for name in backward_order(measured[kind]):
         entry = measured[kind][name]
         scale = expected[kind][name] or 1.0
         bound = _bound(kind, name, expected, minimum, factor) / scale
-        findings.append(Finding(f"{title} of {name}", entry["difference"] / scale, bound, " (relative)"))
+        findings.append(Finding(f"{title} of {name}{when}", entry["difference"] / scale, bound, " (relative)",
+                                step))
         rank, copy = _first_exceeding({rank: value / scale for rank, value in entry["ranks"].items()}, bound)
-        findings.append(Finding(f"{title} of {name} on rank {rank}", copy, bound, " (relative)"))
+        findings.append(Finding(f"{title} of {name}{when} on rank {rank}", copy, bound, " (relative)", step))
     return findings
 
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ezpz_llm.base import UserError
 from ezpz_llm.dist.private_names import foreach_copy_, foreach_mul_
 
-_BUCKET = 2 ** 23
+BUCKET = 2 ** 23
 """Maximum number of elements in a bucket: 32 MiB. A larger parameter is a bucket by itself."""
 
 
@@ -175,7 +175,7 @@ class _Bucket:
 def _buckets(parameters: Iterable[nn.Parameter], reduced: torch.dtype) -> Iterator[_Bucket]:
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
-        if bucket and sum(member.numel() for member in bucket) + parameter.numel() > _BUCKET:
+        if bucket and sum(member.numel() for member in bucket) + parameter.numel() > BUCKET:
             yield _Bucket(bucket, reduced)
             bucket = []
         bucket.append(parameter)

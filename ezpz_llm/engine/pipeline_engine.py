@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
+from ezpz_llm.engine import gradient_reducer
 from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.deepspeed_engine import mark_sharded
 from ezpz_llm.engine.deepspeed_groups import using_mesh_groups
@@ -33,9 +34,6 @@ from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.model.pipeline import PipelineStage
 from ezpz_llm.rundir import RunDir
-
-_BUCKET = 2 ** 23
-"""Maximum number of elements to reduce at once in bf16."""
 
 _PHASES = {"ForwardPass": "forward", "BackwardPass": "backward",
            "ReduceTiedGrads": "optimizer", "ReduceGrads": "optimizer", "OptimizerStep": "optimizer"}
@@ -147,7 +145,7 @@ class PipelineEngine(Engine):
             return
         for flat in self._engine.optimizer.non_expert_gradients:
             flat.mul_(1 / ranks)
-            for part in flat.split(_BUCKET):
+            for part in flat.split(gradient_reducer.BUCKET):
                 reduced = part.to(self._reduced)
                 torch.distributed.all_reduce(reduced, group=self._mesh.group("dp", "sp"))
                 if reduced is not part:

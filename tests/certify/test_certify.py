@@ -47,7 +47,7 @@ from ezpz_llm.certify.records import (
     SummaryNoise,
     Worst,
 )
-from ezpz_llm.certify.reference import check_gradients
+from ezpz_llm.certify.reference import Trajectory, certain_texts, check_gradients
 from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, basis, closing_text, write_docs
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.knobs import KNOBS
@@ -100,10 +100,9 @@ def test_quick_reports_a_bf16_case_as_missing_if_its_op_is_not_built(monkeypatch
 
 def test_quick_prints_what_it_omits() -> None:
     assert omitted_cases(planned("--quick", "--layouts", "pp2_tp2")) == (
-        "--quick omits 4 of 7 cases of these layouts: on 4 ranks, in bf16_autocast, bf16, fp32, of tiny-gpt2, "
-        "tiny-llama, tiny-paths (omit --quick to run them)\n"
-        "not covered by any layout: dropout, fp16, the data reader, recomputation, ignored targets, z-loss, "
-        "3 ranks\n"
+        "--quick omits 6 of 9 cases of these layouts: on 4 ranks, in fp32, bf16_autocast, bf16, of tiny-gpt2, "
+        "tiny-llama, tiny-paths, tiny-wide (omit --quick to run them)\n"
+        "not covered by any layout: dropout, fp16, the data reader, z-loss, 3 ranks\n"
         "one process is checked with these, except 3 ranks; for fp16, only the loss scale and skipped steps")
     assert omitted_cases(planned("--layouts", "pp2_tp2")).startswith(
         "not covered by any layout: dropout, fp16, the data reader\n")
@@ -126,7 +125,7 @@ def test_further_paths_are_certified_on_three_ranks_and_in_the_largest_world() -
     assert paths_worlds("3d") == (8,)
     shape = recipe.shape("tiny-paths")
     rows = recipe.sequences(shape.config, 3, shape.global_batch)
-    tokens, targets = recipe.tokens_and_targets(rows, shape.ignore_every)
+    tokens, targets = recipe.tokens_and_targets(rows, shape)
     ignored = targets == -100
     assert (tokens == rows[:, :-1]).all()
     assert (targets[~ignored] == rows[:, 1:][~ignored]).all()
@@ -187,7 +186,8 @@ def test_invalid_options_are_rejected(arguments: list[str], message: str) -> Non
 def test_under_launch_only_cases_with_its_world_size_run() -> None:
     work = planned("--layouts", "ddp,tp2,pp2_tp2", world_size=2)
     assert {case.world for case in work.cases} == {2}
-    assert len(work.cases) == 2 * (2 + 3) + 2, "two models; tp2 in two precisions, ddp in bf16 as well; tiny-paths"
+    assert len(work.cases) == 2 * (2 + 3) + 2 + 3, (
+        "two models; tp2 in two precisions, ddp in bf16 as well; tiny-paths; tiny-wide, for ddp also in bf16")
     work = planned("--layouts", "ddp,tp2,pp2_tp2", "--quick", world_size=2)
     assert [(case.layout, case.world, case.dtype) for case in work.cases] == [
         ("ddp", 2, "fp32"), ("ddp", 2, "fp32"), ("ddp", 2, "bf16"), ("tp2", 2, "fp32"), ("tp2", 2, "fp32")]
@@ -231,6 +231,7 @@ def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
     """Return the numbers of a layout and a reference that differ only by rounding."""
     names = {"transformer.wte.weight": 6144, "transformer.h.0.ln_1.weight": 64}
     expected = {"losses": [4.5, 4.4], "held_out": 4.3, "norms": [1.0, 2.0], "numel": names,
+                "texts": [[1, 2], [], [5, 6]],
                 "noise": Noise(1e-6, [1e-7, 1e-6], dict.fromkeys(names, 1e-7), dict.fromkeys(names, 1e-6)),
                 "gradient": dict.fromkeys(names, 0.5), "weight": dict.fromkeys(names, 8.0),
                 "movement": dict(zip(names, (0.01, 0.0), strict=True))}
@@ -241,7 +242,9 @@ def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
     actual = {"losses": [4.5, 4.400001], "held_out": 4.3, "norms": [(1.0, 1.0), (2.0, 2.000001)],
               "first": rows(0.0),
               "gradient": rows(1e-8), "weight": rows(2e-6),
-              "copy": {"weight of transformer.wte.weight": {"compared": 96, "apart": 0, "where": ""}}}
+              "copy": {"weight of transformer.wte.weight": {"compared": 96, "apart": 0, "where": ""}},
+              "texts": [[1, 2], [3, 4], [5, 6]],
+              "again": {"loss": 4.400001, "norms": [2.0, 2.000001], "weight": rows(2e-6)}}
     return actual, expected
 
 
@@ -258,11 +261,22 @@ def certificate(*results: CaseResult) -> CertificateRecord:
 
 
 def judged(actual: verdict.Numbers, expected: verdict.Numbers) -> list[str]:
-    return verdict.failures(verdict.findings(actual, expected, 4, "fp32"))
+    return verdict.failures({**verdict.findings(actual, expected, 4, "fp32"),
+                             **verdict.end_findings(actual, expected, 4, "fp32")})
 
 
 def test_rounding_passes() -> None:
     assert judged(*numbers()) == []
+
+
+def test_a_text_that_rounding_could_change_is_not_compared() -> None:
+    runs = [Trajectory(texts=[[1, 2], [3, 4], [5, 6]], margins=[[0.9, 0.5], [0.9, 0.5], [0.9, 0.04]]),
+            Trajectory(texts=[[1, 2], [3, 5], [5, 6]], margins=[[0.9, 0.5], [0.9, 0.5], [0.9, 0.05]])]
+    assert certain_texts(runs) == [[1, 2], [], []]
+    actual, expected = numbers()
+    actual["texts"] = [[1, 2], [4, 4], [5, 7]]
+    assert judged(actual, expected) == [
+        "sampling: the number of prompts with other most likely tokens differs by 1, allowed 0 of 2; first 2"]
 
 
 def test_rounding_of_the_decay_factor_on_each_step_passes() -> None:
@@ -321,15 +335,17 @@ def test_among_several_failures_the_one_nearest_to_the_loss_is_named() -> None:
 
 
 def test_failures_come_in_the_order_of_computation_with_their_phase() -> None:
-    """A wrong gradient comes before a wrong gradient norm."""
+    """A wrong gradient comes before a wrong gradient norm, and both before the loss of the next step."""
     actual, expected = numbers()
+    actual["texts"][2], actual["again"]["loss"] = [5, 7], 4.5
     actual["weight"]["transformer.wte.weight"].update(difference=9.0)
     actual["norms"][0] = (1.0, 2.0)
     actual["gradient"]["transformer.h.0.ln_1.weight"].update(difference=0.1)
     actual["losses"][1] = 5.0
     assert [line.partition(": ")[0] for line in judged(actual, expected)] == [
-        "forward", "backward", "reduction", "optimizer"]
-    assert list(verdict.findings(actual, expected, 4, "fp32")) == list(verdict.PHASES)[:-1]
+        "backward", "reduction", "forward", "optimizer", "sampling", "resume"]
+    assert [*verdict.findings(actual, expected, 4, "fp32"), *verdict.end_findings(actual, expected, 4, "fp32"),
+            "format"] == list(verdict.PHASES)
 
 
 def test_sensitivity_is_the_bound_relative_to_the_effect_of_the_steps() -> None:

@@ -115,8 +115,8 @@ def test_five_models_pass_under_every_layout(tmp_path: Path, name: str) -> None:
 @pytest.mark.full
 def test_a_tp_plan_partitions_a_users_model(tmp_path: Path) -> None:
     check_passes(certified(tmp_path, ["divisible:zero1,tp2,tp2_zero3:fp32", "divisible:tp2_zero1:bf16"]))
-    code, output = command(tmp_path, "--target", f"{TARGETS}:summed_too_little", "--layouts", "tp2", "--dtype", "fp32",
-                           "--device", "cpu", "--run-dir", "run")
+    code, output = command(tmp_path, "--target", f"{TARGETS}:summed_too_little", "--layouts", "tp2",
+                           "--dtype", "fp32", "--device", "cpu", "--run-dir", "run")
     assert code == 1, output
     assert "tensor-parallel ranks have different copies after the first step of 'layers.0.norm.weight" in output
 
