@@ -87,7 +87,7 @@ def _check_shape(name: str, config: ModelConfig, seed: int, loss_chunk: int) -> 
         return [_Result(part, mean.item(), sums, after) for part in parts]
 
     alone = compute("ddp", [Mesh(Degrees(1), 0)])
-    on_ranks = run_ranks(Degrees(dp=1, tp=2), lambda mesh: compute("tp2", [mesh])[0])
+    on_ranks = run_ranks(Degrees(dp=1, tp=2), lambda mesh: compute("tp2", [mesh])[0], name)
     stages = compute("pp2", [Mesh(Degrees(dp=1, pp=2), rank) for rank in range(2)])
     if config.tied:  # each stage has the gradient of its copy
         tables = [stages[0].part.transformer["wte"].weight, stages[1].part.lm_head.weight]

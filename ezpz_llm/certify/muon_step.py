@@ -107,6 +107,6 @@ def _check_sharded_matrices() -> Iterator[str]:
     matrices = [part.view(shape) for part, shape in zip(flat.split((20, 21)), shapes.values(), strict=True)]
     expected = torch.cat([(matrix @ matrix.T @ matrix).flatten() for matrix in matrices])
     for ranks in (2, 3):
-        actual = torch.cat(run_ranks(Degrees(dp=ranks), apply_on_rank))
+        actual = torch.cat(run_ranks(Degrees(dp=ranks), apply_on_rank, "a function of sharded matrices"))
         if not torch.allclose(actual, expected, rtol=1e-5, atol=1e-5):
             yield f"a function of matrices over {ranks} ranks differs from that of whole matrices"

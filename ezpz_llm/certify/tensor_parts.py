@@ -151,7 +151,7 @@ def _check_tables() -> Iterator[str]:
             total: Tensor = getattr(weight, name)
             return total
 
-        shares = torch.stack(run_ranks(Degrees(dp=3), sum_on_rank))
+        shares = torch.stack(run_ranks(Degrees(dp=3), sum_on_rank, "a tied embedding over three pipelines"))
         total = shares.sum(dim=0)
         if not torch.equal(total, gradients.sum(dim=0)):
             yield (f"the {dtype} gradients of a tied embedding over three pipelines add up to {total.sum():g}, "
