@@ -79,7 +79,7 @@ HELD_OUT = 2 ** 20
 
 END_OF_TEXT = 7
 """Token at the start of each document of `tiny-wide`."""
-PROMPTS, NEW_TOKENS = 8, 4
+_PROMPTS, NEW_TOKENS = 8, 4
 """Number of prompts, and of tokens that each is extended by."""
 
 
@@ -176,8 +176,8 @@ def uneven_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def prompts(config: ModelConfig) -> np.ndarray:
-    """Return (PROMPTS, T - 3) tokens to extend: an odd length, which grows beyond the model's context T."""
-    return sequences(config, HELD_OUT - 1, PROMPTS)[:, :config.block_size - 3]
+    """Return (_PROMPTS, T - 3) tokens to extend: an odd length, which grows beyond the model's context T."""
+    return sequences(config, HELD_OUT - 1, _PROMPTS)[:, :config.block_size - 3]
 
 
 def zero_by_symmetry(config: ModelConfig) -> dict[str, tuple[int, int]]:

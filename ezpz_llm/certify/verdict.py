@@ -12,7 +12,7 @@ from typing import Any
 
 from ezpz_llm.certify.records import Worst
 
-AFTER_TRAINING = sys.maxsize
+_AFTER_TRAINING = sys.maxsize
 """Value of `Finding.step` for what is compared after the last step."""
 
 
@@ -27,7 +27,7 @@ class Finding:
     value: float
     bound: float
     detail: str = ""
-    step: int = AFTER_TRAINING
+    step: int = _AFTER_TRAINING
 
     @property
     def ratio(self) -> float:
@@ -199,7 +199,7 @@ def _bound(kind: str, name: str, expected: Numbers, minimum: Callable[[str], flo
 
 def _parameter_findings(kind: str, measured: Numbers, expected: Numbers,
                         minimum: Callable[[str], float], factor: float, when: str = "",
-                        step: int = AFTER_TRAINING) -> list[Finding]:
+                        step: int = _AFTER_TRAINING) -> list[Finding]:
     title = {"gradient": "gradient", "weight": "weights"}[kind]
     findings = []
     for name in backward_order(measured[kind]):
