@@ -1,6 +1,6 @@
 """List lines of a training step, a save, a load, or an evaluation that no case of certify runs on several ranks.
 
-    python3 benchmarks/certify_coverage.py certify --out FOLDER    # all cases, with the minimum number of steps
+    python3 benchmarks/certify_coverage.py certify --out FOLDER    # all cases with several ranks, in three steps
     python3 benchmarks/certify_coverage.py quick --out FOLDER      # the cases of --quick
     python3 benchmarks/certify_coverage.py tests --out FOLDER      # the default tests, for the columns below
     python3 benchmarks/certify_coverage.py list --out FOLDER       # write the lists again, from the latest runs
@@ -29,7 +29,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ from typing import Any
 import coverage
 from certify_coverage_reasons import REASONS
 
+from ezpz_llm.certify import recipe
+from ezpz_llm.certify.cases import all_cases
+from ezpz_llm.layout import ds_config
 from ezpz_llm.rundir import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,28 +84,52 @@ class Lines:
         return f"  {span:<9} {self.function:<44} {self.text[:70]:<70}  {', '.join(filter(None, marks))}".rstrip()
 
 
-def measure(command: list[str], out: Path, name: str) -> int:
-    """Run a command with coverage in every process, combine the data to `name`.coverage, return the exit code."""
+def measure(commands: Iterable[list[str]], out: Path, name: str) -> int:
+    """Run commands with coverage in every process, and combine the data to `name`.coverage.
+
+    Returns:
+        The first exit code that is not 0, or 0.
+    """
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     paths = os.environ.get("PYTHONPATH")
     include = ":".join(f"{ROOT}/ezpz_llm/{package}/*" for package in PACKAGES)
-    process = subprocess.Popen(command, cwd=ROOT, env={
-        **os.environ, "CERTIFY_COVERAGE_DATA": str(folder / "data"), "CERTIFY_COVERAGE_INCLUDE": include,
-        "PYTHONPATH": f"{START}:{paths}" if paths else str(START)})
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.terminate()  # certify stops its ranks
-        process.wait()
-        raise
+    code = 0
+    for command in commands:
+        process = subprocess.Popen(command, cwd=ROOT, env={
+            **os.environ, "CERTIFY_COVERAGE_DATA": str(folder / "data"), "CERTIFY_COVERAGE_INCLUDE": include,
+            "PYTHONPATH": f"{START}:{paths}" if paths else str(START)})
+        try:
+            code = process.wait() or code
+        except KeyboardInterrupt:
+            process.terminate()  # certify stops its ranks
+            process.wait()
+            raise
     combined = out / f"{name}.coverage"
     combined.unlink(missing_ok=True)
     total = coverage.Coverage(data_file=str(combined), config_file=False)
     total.combine(sorted(map(str, folder.iterdir())), strict=True, keep=True)
     total.save()
     return code
+
+
+def certificates(run_dir: Path, quick: bool) -> Iterator[list[str]]:
+    """Yield certify's commands: one for --quick, or one for each world size, with the same references."""
+    command = [sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--steps", "3", "--run-dir"]
+    if quick:
+        yield [*command, str(run_dir), "--quick"]
+        return
+    cases = all_cases(ds_config.names(), None, recipe.ALL_MODELS, recipe.DTYPES)
+    references: Path | None = None
+    for world, group in itertools.groupby([case for case in cases if case.world > 1], lambda case: case.world):
+        layouts, models = zip(*((case.layout, case.model) for case in group), strict=True)
+        folder = run_dir / f"{world}-ranks"
+        if references is not None:
+            shutil.copytree(references, folder / "reference")
+        yield [*command, str(folder), "--world", str(world), "--layouts", ",".join(dict.fromkeys(layouts)),
+               "--model", ",".join(dict.fromkeys(models))]
+        references = folder / "reference"
 
 
 class Runs:
@@ -210,11 +237,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out, code = given.out.resolve(), 0
     if given.run == "tests":
-        code = measure([sys.executable, "-m", "pytest"], out, "tests")
+        code = measure([[sys.executable, "-m", "pytest"]], out, "tests")
     elif given.run != "list":
         shutil.rmtree(out / "run", ignore_errors=True)
-        code = measure([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--steps", "3", "--run-dir",
-                        str(out / "run"), *["--quick"][:given.run == "quick"]], out, "certify")
+        code = measure(certificates(out / "run", given.run == "quick"), out, "certify")
     write_lists(out)
     return code
 

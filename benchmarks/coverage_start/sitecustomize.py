@@ -6,8 +6,10 @@ measured package, so that other processes of a launch stay fast. Contexts:
     case WORLD LAYOUT MODEL DTYPE   `certify_case`, in each of its ranks
     ranks WORLD                     other code of a process group with several ranks
     threads                         ranks that are threads of one process
-    one process                     the reference and the steps that certify compares with their definition
+    one process                     the steps that certify compares with their definition
     alone                           all other code
+
+References of cases are not measured, because they would take minutes longer.
 """
 
 from __future__ import annotations
@@ -76,6 +78,19 @@ class Measurement:
         finally:
             self.set_context(before)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop coverage for a `with` block."""
+        if self._coverage is None:
+            yield
+            return
+        self._coverage.stop()
+        try:
+            yield
+        finally:
+            self._coverage.start()
+            self._coverage.switch_context(self._context)
+
 
 MEASUREMENT = Measurement()
 
@@ -91,6 +106,15 @@ def _within(context: Callable[..., str]) -> Callable[[Any], Any]:
             return result
         return call
     return decorate
+
+
+def _unmeasured(function: Any) -> Any:
+    """Decorate a function that is not measured."""
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        with MEASUREMENT.paused():
+            return function(*args, **named)
+    return call
 
 
 def _after(context: Callable[[], str]) -> Callable[[Any], Any]:
@@ -113,7 +137,7 @@ def _ranks() -> str:
 _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "ezpz_llm.certify.case": {
         "certify_case": _within(lambda case, *_: f"case {case.world} {case.layout} {case.model} {case.dtype}")},
-    "ezpz_llm.certify.reference": {"make_reference": _within(lambda *_: "one process")},
+    "ezpz_llm.certify.reference": {"make_reference": _unmeasured},
     "ezpz_llm.certify.uncovered_paths": {"check_paths": _within(lambda *_: "one process")},
     "ezpz_llm.certify.thread_ranks": {"run_ranks": _within(lambda *_: "threads")},
     "torch.distributed.distributed_c10d": {
