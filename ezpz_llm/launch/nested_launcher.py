@@ -49,9 +49,22 @@ def _find_launcher(command: Sequence[str]) -> Sequence[str]:
     if program in _WRAPPERS:
         positions = [number for number, word in enumerate(command) if number and _is_known(os.path.basename(word))]
         return _find_launcher(command[positions[0]:]) if positions else ()
-    if program in _SHELLS and (script := value_of(command, "-c", "-lc", "-ec")):
+    if script := shell_script(command):
         return next(filter(None, map(_find_launcher, _simple_commands(script))), ())
     return ()
+
+
+def shell_script(command: Sequence[str]) -> str:
+    """Return SCRIPT of a command `bash [options] -c SCRIPT`, also of -lc and the like; "" for other commands."""
+    if os.path.basename(command[0]) not in _SHELLS:
+        return ""
+    position = 1
+    while position < len(command) and command[position].startswith(("-", "+")):
+        word = command[position]
+        if not word.startswith("--") and "c" in word:
+            return next(iter(command[position + 1:]), "")
+        position += 2 if word[1:].endswith(("o", "O")) else 1  # -o pipefail, -O extglob
+    return ""
 
 
 def _starts_ranks(command: Sequence[str]) -> bool:

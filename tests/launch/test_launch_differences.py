@@ -102,8 +102,9 @@ def test_what_silent_ranks_wait_for() -> None:
     told = Stop("idle", "rank 3 …; stopped by a signal (state T; kill -CONT continues it)")
     stopped = find_root_cause(Evidence((), (), replace(facts, stopped=told), stacks=dict.fromkeys(range(3), lock)))
     assert stopped.evidence == f"{told.text}; ranks 0-2 are at file_baton.py:49 in wait"
-    for stacks in ({}, {0: lock, 1: reduces}):
-        assert (judged(stacks).evidence, judged(stacks).advice) == (stop.text, "")
+    apart = "rank 0 is at file_baton.py:49 in wait, rank 1 is at t.py:31 in all_reduce"
+    for stacks, places in (({}, ""), ({0: lock, 1: reduces}, f"; {apart}")):
+        assert (judged(stacks).evidence, judged(stacks).advice) == (f"{stop.text}{places}", "")
 
 
 def test_in_one_line(tmp_path: Path) -> None:

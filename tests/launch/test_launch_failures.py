@@ -364,7 +364,7 @@ def test_the_cause_first_and_the_rest_folded(tmp_path: Path) -> None:
     assert post_mortem.cause == "rank 3 on n2: ValueError: rank 3: bad shape (exit code 1)"
     lines = post_mortem.text.splitlines()
     assert lines[0] == "launch: rank 3 on n2 failed: exit code 1, after 1.0 s, in training, step 17"
-    assert lines[1:4] == ["  ValueError: rank 3: bad shape  (train.py:12 in step)", "  caused by KeyError: 'x'",
+    assert lines[1:3] == ["  ValueError: rank 3: bad shape; caused by KeyError: 'x'  (train.py:12 in step)",
                           "  | last line"]
     assert "  ranks 4-7: the same" in lines
     assert "  5 ranks: peer lost (connection closed by peer): 8-12" in lines
@@ -439,6 +439,8 @@ def test_every_run_with_a_checkpoint_says_how_to_resume(tmp_path: Path) -> None:
     ("launch -n 2 python3 -u -m ezpz_llm.train", "launch -n 2 python3 -u -m ezpz_llm.train --resume RUN"),
     ("launch -n 2 python3 my_train --lr 1", "launch -n 2 python3 my_train --lr 1 --resume RUN"),
     ("launch sh -c './my_train --lr 1'", "launch --run-dir RUN sh -c './my_train --lr 1'"),
+    ("launch bash -e -o pipefail -lc ./my_train", "launch --run-dir RUN bash -e -o pipefail -lc ./my_train"),
+    ("launch bash my_train -c x", "launch bash my_train -c x --resume RUN"),
 ])
 def test_resume_commands_suit_the_program(tmp_path: Path, typed: str, again: str) -> None:
     """Only the trainer has options such as --resume and --micro-batch-size."""
@@ -486,9 +488,38 @@ def test_a_hang_in_exit_handlers_after_an_exception(tmp_path: Path) -> None:
     assert postmortem_of(run_dir, facts).cause == cause
     run_dir.rank_log(1).write_text(f"{log}\nstep 8 | loss 7.1\n")  # the exception was caught
     assert "did not exit" not in postmortem_of(run_dir, facts).cause
+    run_dir.rank_log(1).write_text(log.replace("KeyError: 'loss'", "RuntimeError: Connection closed by peer"))
+    assert "did not exit" not in postmortem_of(run_dir, facts).cause, "launch was already ending its peers"
     in_driver = Stop("idle", f"rank 2: {UNUSUAL_STATES['D']}", ranks=(0, 1, 2, 3))
     run_dir.rank_log(1).write_text(log)
     assert "did not exit" not in postmortem_of(run_dir, _facts(stopped=in_driver)).cause
+
+
+def test_a_hang_after_the_end_of_a_thread(tmp_path: Path) -> None:
+    """The main thread waits for a thread or worker that has ended, and other ranks wait for that rank."""
+    run_dir = _run(tmp_path, [_failure(rank, 4.0, 143, "SIGTERM", ended_by="launch") for rank in range(4)])
+    thread = ('Exception in thread Thread-1 (prefetch):\nTraceback (most recent call last):\n'
+              '  File "a.py", line 3, in f\n')
+    stack = ('Fatal Python error: Aborted\n\nCurrent thread 0x7 (most recent call first):\n'
+             '  File "a.py", line 9 in <module>\n')
+    run_dir.rank_log(1).write_text(f"step 1\n{thread}KeyError: 'text'\n{stack}")
+    stopped = Stop("idle", "no sign of life for 9 s", ranks=(0, 1, 2, 3))
+    idle = _facts(stopped=stopped, failed_before_stop=frozenset())
+    cause = "rank 1 on n1: a thread or child process ended with KeyError: 'text'"
+    post_mortem = postmortem_of(run_dir, idle)
+    assert post_mortem.cause == f"{cause}; no sign of life for 9 s"
+    assert "  try: " not in post_mortem.text
+    run_dir.rank_log(1).write_text(f"{thread}KeyError: 'text'\n" + "step 2\n" * 20)  # went on without the thread
+    assert cause not in postmortem_of(run_dir, idle).cause
+    # The same if other ranks give up first.
+    timeout = "RuntimeError: Timed out waiting 8000ms for recv operation to complete"
+    run_dir = _run(tmp_path / "late", [_failure(rank, 4.0, 1, None, timeout) for rank in (0, 2, 3)]
+                   + [_failure(1, 4.0, 143, "SIGTERM", ended_by="launch")])
+    run_dir.rank_log(1).write_text(f"{thread}KeyError: 'text'\n")
+    late = _facts(stopped=Stop("rank", "a rank failed"), failed_before_stop=frozenset({0, 2, 3}))
+    post_mortem = postmortem_of(run_dir, late)
+    assert post_mortem.cause == f"{cause}; ranks 0,2-3 timed out waiting for another rank"
+    assert (post_mortem.kind, post_mortem.code) == ("collective_timeout", 1)
 
 
 @pytest.mark.parametrize("cleared", ["ended", "ranks ended"])

@@ -28,6 +28,7 @@ from ezpz_llm.launch.nested_launcher import nested_launcher_notes
     ("flux run -n 2 python3 w.py", "flux", "launch -n 2 python3 w.py"),
     ("env A=1 numactl -l torchrun w.py", "torchrun", "launch python3 w.py"),
     ("bash -c 'source env; A=1 exec torchrun w.py'", "torchrun", "launch python3 w.py"),
+    ("bash --norc -e -o pipefail -xc 'torchrun w.py'", "torchrun", "launch python3 w.py"),
 ])
 def test_launchers_are_reported(line: str, name: str, instead: str) -> None:
     (note,) = nested_launcher_notes(shlex.split(line), 2)
@@ -38,7 +39,7 @@ def test_launchers_are_reported(line: str, name: str, instead: str) -> None:
 @pytest.mark.parametrize("line", [
     "hostname", "python3", "python3 w.py torchrun", "python3 deepspeed.py", "python3 -c pass srun",
     "python3 -m ezpz_llm.train --name srun", "accelerate config", "flux submit w.py", "bash torchrun.sh",
-    "timeout 5 python3 w.py srun", "bash -c 'echo torchrun'", "bash -c \"torchrun ' \"",
+    "bash w.sh -c torchrun", "timeout 5 python3 w.py srun", "bash -c 'echo torchrun'", "bash -c \"torchrun ' \"",
 ])
 def test_other_programs_are_not(line: str) -> None:
     words = ["bash", "-c", "torchrun '"] if line.endswith("' \"") else shlex.split(line)

@@ -10,7 +10,7 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.launch.failures.run_facts import Raised
-from ezpz_llm.launch.failures.tracebacks import last_exception
+from ezpz_llm.launch.failures.tracebacks import last_exception, last_exception_in_thread
 
 _PROGRAMS = {
 
@@ -55,6 +55,37 @@ def test_lines_that_only_announce_the_error() -> None:
     assert raised.line == f"ValidationError: {fields[0]}: overlap: Extra inputs are not permitted"
     assert raised.printed_line == f"ValidationError: {fields[0]}"
     assert Raised("ValueError", "no:").line == "ValueError: no:"
+
+
+def test_a_failed_build_is_named_by_the_compilers_error() -> None:
+    command = "c++ -MMD -c a.cpp -o a.o"
+    errors = {"a.cpp:1:10: fatal error: cusolverDn.h: No such file or directory": 3,
+              "/usr/bin/ld: cannot find -lcurand: No such file or directory": 30,
+              "nvcc fatal   : Unsupported gpu architecture 'compute_120'": 2}
+    for error, number in errors.items():
+        lines = [f"Error building extension 'a': [1/2] {command}", "FAILED: a.o", *[command] * (number - 2), error,
+                 "ninja: build stopped: subcommand failed."]
+        text = "\n".join(["Traceback (most recent call last):", '  File "p.py", line 1, in f',
+                          f"RuntimeError: {lines[0]}", *lines[1:]])
+        found = last_exception(text)
+        assert found is not None
+        assert found.line == f"RuntimeError: {error}"
+        assert found.printed_line == f"RuntimeError: {lines[0]}"
+
+
+def test_an_exception_in_a_thread_or_worker_that_ends_the_output(tmp_path: Path) -> None:
+    start = "import multiprocessing, threading\ndef f(): print('reads'); {}['x']\n"
+    runs = "w = threading.Thread(target=f); w.start(); w.join()\n"
+    for program, shown in (
+            (start + runs, "KeyError: 'x'"),
+            (start + runs.replace("threading.Thread", "multiprocessing.Process"), "KeyError: 'x'"),
+            (start + runs + "print('goes on\\n' * 20)", None), (start + runs + "print('step'); 1 / 0", None),
+            (start + "f()", None), ("print('x')", None)):
+        (tmp_path / "p.py").write_text(program)
+        done = subprocess.run([sys.executable, "-u", "p.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+                              stderr=subprocess.STDOUT, timeout=scaled(120), check=False)
+        found = last_exception_in_thread(done.stdout)
+        assert (found and found.line) == shown, done.stdout
 
 
 def test_exceptions_of_real_programs(tmp_path: Path) -> None:

@@ -350,7 +350,9 @@ def _without_folders(text: str) -> str:
     """Shorten the paths of this machine: of the environment, and of the test's folder."""
     for path in (os.path.dirname(sys.prefix), sys.prefix):
         text = text.replace(path, "…")
-    return re.sub(r"/\S*/(plant\.py|run\b|scratch|lib)", r"…/\1", text)
+    text = re.sub(r"/\S*/(plant\.py|run\b|scratch|lib)", r"…/\1", text)
+    # A headline may cut a path, even in the middle of a name.
+    return re.sub(r"(?<!\S)/\S*…", "…", text)
 
 
 def _row(plant: Plant, seen: Seen) -> str:

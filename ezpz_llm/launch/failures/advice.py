@@ -17,6 +17,7 @@ from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, ranks_with_same_failure
 from ezpz_llm.launch.hostlist import fold_hostnames, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
+from ezpz_llm.launch.nested_launcher import shell_script
 from ezpz_llm.launch.option_parsing import parse, read_command, remove_options, value_of
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.records import read_own_record
@@ -37,9 +38,9 @@ def find_advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Se
         return resume_command(run_dir, typed) or (fallback if verdict.kind is Kind.TIME_LIMIT else None)
     if verdict.kind in (Kind.NODE_FAILED, Kind.VANISHED) and verdict.hosts:
         return _advise_to_exclude(verdict.hosts, evidence.facts, run_dir, typed)
-    if verdict.kind is Kind.IDLE and not verdict.advice and any(run_dir.rank_stacks(0).parent.glob("rank*.txt")):
+    if verdict.kind is Kind.IDLE and not verdict.cause and any(run_dir.rank_stacks(0).parent.glob("rank*.txt")):
         return f"see the stacks of the silent ranks: {run_dir.rank_stacks(0).parent}"
-    if verdict.kind is Kind.IDLE and not verdict.advice:
+    if verdict.kind is Kind.IDLE and not verdict.cause:
         return (f"run `ezpz-llm why {run_dir.path}` during a hang to see the silent rank and its stack;"
                 " --idle-timeout S ends a hang sooner")
     if verdict.kind is Kind.NOT_STARTED:
@@ -145,7 +146,7 @@ def _is_trainer(typed: Sequence[str], run_dir: RunDir) -> bool:
     command = parse(typed[1:]).command
     if read_command(command).module == _TRAINER:
         return True
-    if "-c" in command[1:2]:  # options after a shell's command do not reach the trainer in it
+    if shell_script(command):  # options after it do not reach the trainer in it
         return False
     with contextlib.suppress(UserError):  # run.json is damaged
         record = read_own_record(run_dir)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import system_text
+from ezpz_llm.base import group_by_key, system_text
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import UNUSUAL_STATES, RankLife
 
@@ -22,6 +22,7 @@ _FAULT_HANDLER = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d{1,9})(?:,
 _PY_SPY = re.compile(r"^ +(?P<function>\S+) \((?P<file>[^()]+):(?P<line>\d{1,9})\)$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _MAX_FRAMES = 500
+_MAX_PLACES = 3
 _LAST_CALLS = 8
 """Innermost calls that are searched for known waits; outer frames belong to the caller of the library."""
 
@@ -58,14 +59,15 @@ def find_blocking_ranks(stacks: Mapping[int, Sequence[Frame]]) -> tuple[list[int
     """Return the ranks whose wait explains the hang, and a description of where ranks are.
 
     These are the minority if a majority of ranks is in the same place, else all ranks. The description is empty if
-    the stacks differ but have no majority, or if no stack is known.
+    the ranks are in more than three places, or if no stack is known.
     """
     if split := minority_ranks(stacks):
         return split[0], _describe_split(split)
-    ranks = sorted(stacks)
-    if len({tuple(frames) for frames in stacks.values()}) != 1:
-        return ranks, ""
-    return ranks, f"{rank_ranges(ranks)} {_is_or_are(ranks)} at {_format_place(stacks[ranks[0]])}"
+    ranks_at = group_by_key((_format_place(stacks[rank]), rank) for rank in sorted(stacks))
+    if len(ranks_at) > _MAX_PLACES:
+        return sorted(stacks), ""
+    return sorted(stacks), ", ".join(f"{rank_ranges(ranks)} {_is_or_are(ranks)} at {place}"
+                                     for place, ranks in ranks_at.items())
 
 
 def last_calls(frames: Sequence[Frame]) -> list[str]:

@@ -1,4 +1,7 @@
-"""Truncation of long log lines: the search time of a pattern can grow with the square of a line's length."""
+"""Lines of logs: truncation of long ones, and errors of a build.
+
+The search time of a pattern can grow with the square of a line's length.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,11 @@ import re
 
 LONGEST_LINE = 2000
 """Number of characters of a line that are searched."""
+BUILD_ERROR = re.compile(
+    # gcc, clang, nvcc; linkers; ninja and CMake.
+    r"^\S.{,300}?: (?:fatal )?error: |^nvcc fatal +: |^(?:\S*/)?(?:ld|collect2)\S*: .*(?:cannot find|undefined)"
+    r"|: undefined reference to |^ninja: error: |^CMake Error")
+"""Error of a compiler or linker, which follows the command lines in the message of a failed build."""
 _LONG = re.compile(rf"[^\n]{{{LONGEST_LINE + 1},}}")
 
 

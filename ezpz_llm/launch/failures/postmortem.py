@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,12 @@ from ezpz_llm.launch.failures.log_patterns import read_abort, read_messages
 from ezpz_llm.launch.failures.log_text import cut_lines
 from ezpz_llm.launch.failures.postmortem_text import Content, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.run_facts import Failure, Postmortem, Raised, RunFacts, read_failures
-from ezpz_llm.launch.failures.tracebacks import MAX_LINES_AFTER, last_exception, last_output_lines
+from ezpz_llm.launch.failures.tracebacks import (
+    MAX_LINES_AFTER,
+    last_exception,
+    last_exception_in_thread,
+    last_output_lines,
+)
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
@@ -74,7 +79,8 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     stacks = _stacks(run_dir, facts.stopped, since)
     evidence = Evidence(failures, messages, facts, absent, _exceptions_in_logs(log_tails),
                         _silent_nodes(nodes, facts), _ended_early(reports, facts), texts,
-                        stacks, _exiting(run_dir, facts.stopped, stacks, since))
+                        stacks, _exiting(run_dir, facts.stopped, stacks, since),
+                        _in_threads(run_dir, facts.stopped, failures, since))
     verdict = find_root_cause(evidence)
     if verdict is None or _all_succeeded(facts, reports, failures):
         return Postmortem(facts, 0, "all ranks succeeded")
@@ -211,6 +217,17 @@ def _exiting(run_dir: RunDir, stopped: Stop | None, stacks: Mapping[int, list[Fr
     ranks = stopped.ranks[:_STACKS_READ] if stopped is not None and stopped.kind == "idle" and stacks else ()
     log_tails = {rank: tail_text(run_dir.rank_log(rank), since) for rank in ranks if rank not in stacks}
     return _exceptions_in_logs(log_tails, within=0)
+
+
+def _in_threads(run_dir: RunDir, stopped: Stop | None, failures: Sequence[Failure],
+                since: float) -> dict[int, Raised]:
+    """Return the exceptions of threads and child processes that end the logs of ranks that launch ended."""
+    if stopped is None or stopped.kind not in ("idle", "rank"):
+        return {}
+    ranks = stopped.ranks or [failure.rank for failure in failures if failure.ended_by == "launch"]
+    exceptions = {rank: last_exception_in_thread(tail_text(run_dir.rank_log(rank), since))
+                  for rank in ranks[:_STACKS_READ]}
+    return {rank: raised for rank, raised in exceptions.items() if raised is not None}
 
 
 def tail_text(path: Path, since: float = 0.0) -> str:

@@ -71,7 +71,7 @@ def cause_line(content: Content) -> str:
     if verdict.waiting and verdict.kind is Kind.COLLECTIVE_TIMEOUT:
         return (f"{rank_ranges(verdict.ranks)} on {', '.join(verdict.hosts)} did not join a collective in which"
                 f" {rank_ranges(verdict.waiting)} timed out")
-    if verdict.kind in (Kind.ENDED_EARLY, Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER):
+    if verdict.kind in (Kind.ENDED_EARLY, Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER, Kind.COLLECTIVE_TIMEOUT):
         return verdict.evidence
     if verdict.kind is Kind.VANISHED:
         names = NodeNames(verdict.hosts)
@@ -127,7 +127,8 @@ def _first_line(content: Content) -> str:
 def _cause_lines(content: Content, with_lines: bool) -> list[str]:
     cause, verdict = content.cause, content.verdict
     if cause is None:
-        lines = [f"  {_shorten(verdict.evidence)}"] if verdict.kind is Kind.COLLECTIVE_TIMEOUT else []
+        is_quoted = verdict.waiting and verdict.kind is Kind.COLLECTIVE_TIMEOUT
+        lines = [f"  {_shorten(verdict.evidence)}"] if is_quoted else []
         if content.lines and with_lines:
             if verdict.waiting:
                 lines.append(f"  last lines of the log of rank {content.lines_of}:")
@@ -137,10 +138,10 @@ def _cause_lines(content: Content, with_lines: bool) -> list[str]:
         return lines
     lines = []
     if cause.exception is not None:
-        lines.append(f"  {_shorten(_error_line(cause, cause.exception, verdict))}"
-                     + (f"  ({cause.exception.where})" if cause.exception.where else ""))
+        error = _shorten(_error_line(cause, cause.exception, verdict))
         if cause.exception.caused_by:
-            lines.append(f"  caused by {_shorten(cause.exception.caused_by)}")
+            error += f"; caused by {_shorten(cause.exception.caused_by)}"
+        lines.append(f"  {error}" + (f"  ({cause.exception.where})" if cause.exception.where else ""))
     elif verdict.evidence and verdict.evidence not in (cause.signal, cause.oom_killed):
         label = "" if verdict.cause else "last output: "
         lines.append(f"  {label}{_shorten(verdict.evidence)}")

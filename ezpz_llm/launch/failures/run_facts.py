@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ezpz_llm.base import Epoch, read_records
+from ezpz_llm.launch.failures.log_text import BUILD_ERROR
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.stop import Stop
 
@@ -91,9 +92,11 @@ class Raised:
     def line(self) -> str:
         """Type and first line of the message; for NCCL errors, the line after "Last error:".
 
-        Continues with the next lines if the first only announces them.
+        Continues with the next lines if the first only announces them. For a failed build, the compiler's error.
         """
         lines = self.message.split("\n")
+        if (build_error := next(filter(BUILD_ERROR.match, lines[1:]), None)) is not None:
+            return self._with_type(build_error.strip())
         first = next((after for before, after in itertools.pairwise(lines) if before == "Last error:"), lines[0])
         if first.endswith(":"):
             first = " ".join([first, *(line.strip() for line in lines[1:2])])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ezpz_llm.launch.failures.known_failures import drop_non_errors, find_text, shipped_texts
-from ezpz_llm.launch.failures.log_text import cut_line
+from ezpz_llm.launch.failures.log_text import BUILD_ERROR, cut_line
 from ezpz_llm.launch.failures.run_facts import Raised
 
 MAX_LINES_AFTER = 200
@@ -21,6 +21,7 @@ MAX_LINES_AFTER_IF_CAUGHT = 10
 """The same for exit codes other than 1, with which Python exits after an uncaught exception."""
 
 _MESSAGE_LINES = 8
+_MAX_BUILD_LINES = 1000
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = "Exception Group " + _HEADER
 _IN_GROUP = re.compile(r"^ *[|+] ?")
@@ -87,6 +88,18 @@ def last_exception(text: str, within: int = MAX_LINES_AFTER) -> Raised | None:
     return replace(raised, where=raised.where or fault.raised.where)
 
 
+def last_exception_in_thread(text: str) -> Raised | None:
+    """Return the exception of a thread or child process that ends a program's output; None if there is none.
+
+    A stack that faulthandler printed after it, when the program was ended, is ignored.
+    """
+    lines = lines_before_fault_report([_RANK_PREFIX.sub("", line) for line in text.rstrip().split("\n")])
+    last = max(_find_reports(lines), key=lambda report: report.start, default=None)
+    if last is None or not last.is_secondary or len(lines) - last.end > MAX_LINES_AFTER_IF_CAUGHT:
+        return None
+    return last.raised
+
+
 def _abort_reason(lines: Sequence[str]) -> str:
     """Return the last line that explains why abort() was called."""
     for number, line in enumerate(reversed(drop_non_errors(lines))):
@@ -120,8 +133,9 @@ def innermost_call(lines: Sequence[str], error: str) -> str:
 
 
 def lines_before_fault_report(lines: Sequence[str]) -> Sequence[str]:
-    """Return the lines before faulthandler's last report, or all lines if there is none."""
-    start = next((number for number in reversed(range(len(lines))) if _FATAL.match(lines[number])), len(lines))
+    """Return the lines before faulthandler's last report on a signal, or all lines if there is none."""
+    start = next((number for number in reversed(range(len(lines)))
+                  if (fatal := _FATAL.match(lines[number])) and fatal["message"] in _SIGNAL_NAMES), len(lines))
     return lines[:start]
 
 
@@ -209,6 +223,9 @@ def _parse_exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:
            and _HEADER not in lines[end] and not _LOG_LINE.match(lines[end])):
         message.append(lines[end].rstrip())
         end += 1
+    if len(message) == _MESSAGE_LINES:
+        output = itertools.takewhile(str.strip, lines[end:end + _MAX_BUILD_LINES])
+        message += itertools.islice((line.rstrip() for line in output if BUILD_ERROR.match(line)), 1)
     return name, "\n".join(message), end
 
 

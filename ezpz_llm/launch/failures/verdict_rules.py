@@ -82,6 +82,7 @@ class Evidence:
         ended_early: lifetimes in seconds of ranks that ended with code 0 before launch ended the run.
         stacks: stacks of silent ranks, outermost call first.
         exiting: exceptions that end the logs of silent ranks without a stack, which hang in exit handlers.
+        in_threads: exceptions of threads or child processes that end the logs of ranks that launch ended.
     """
 
     failures: tuple[Failure, ...]
@@ -94,6 +95,7 @@ class Evidence:
     texts: tuple[FailureText, ...] = field(default_factory=shipped_texts)
     stacks: Mapping[int, Sequence[Frame]] = field(default_factory=dict)
     exiting: Mapping[int, Raised] = field(default_factory=dict)
+    in_threads: Mapping[int, Raised] = field(default_factory=dict)
 
     @functools.cached_property
     def findings(self) -> dict[int, Finding]:
@@ -234,8 +236,8 @@ def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
     waits = [find_text(evidence.texts, last_calls(evidence.stacks[rank])) for rank in ranks]
     first = waits[0] if waits else None
     is_explained = any(state in stopped.text for state in UNUSUAL_STATES.values())
-    if evidence.exiting and not is_explained:
-        return _from_exit_handlers(stopped, evidence)
+    if not is_explained and (survived := _from_survived_exception(EXIT_IDLE, Kind.IDLE, stopped.text, evidence)):
+        return survived
     if first is None or is_explained or any(wait is None or wait[0] is not first[0] for wait in waits):
         return Verdict(EXIT_IDLE, Kind.IDLE, description)
     text, _, match = first
@@ -244,18 +246,27 @@ def _from_hang(stopped: Stop, evidence: Evidence) -> Verdict:
                    advice=fill_advice(text.advice, match.groupdict()), text=text.name)
 
 
-def _from_exit_handlers(stopped: Stop, evidence: Evidence) -> Verdict:
-    """Blame the exception of a rank whose exit handlers, such as MPI_Finalize, wait for other ranks."""
-    rank = min(evidence.exiting)
-    raised = evidence.exiting[rank]
-    lines = [raised.printed_line, *raised.message.split("\n")[1:], raised.caused_by or ""]
-    known = find_text(evidence.texts, lines)
-    host = _host(evidence.facts, rank)
-    return Verdict(EXIT_IDLE, Kind.IDLE, f"rank {rank} on {host} did not exit after an exception: {raised.line};"
-                                         f" {stopped.text}", hosts=(host,),
-                   cause=known[0].cause if known else "",
-                   advice=fill_advice(known[0].advice, known[2].groupdict()) if known else "",
-                   text=known[0].name if known else "")
+def _from_survived_exception(code: int, kind: Kind, consequence: str, evidence: Evidence) -> Verdict | None:
+    """Blame an exception after which a rank did not end.
+
+    Its main thread waits for a thread or child process that has ended, or its exit handlers, such as MPI_Finalize,
+    wait for other ranks. The loss of a peer is not blamed: ranks lose their peers when launch ends the run.
+    """
+    for what, exceptions in ((": a thread or child process ended with", evidence.in_threads),
+                             (" did not exit after an exception:", evidence.exiting)):
+        for rank, raised in sorted(exceptions.items()):
+            known = find_text(evidence.texts, [raised.printed_line, *raised.message.split("\n")[1:],
+                                               raised.caused_by or ""])
+            if known is not None and known[0].kind is Kind.PEER_LOST:
+                continue
+            host = _host(evidence.facts, rank)
+            description = f"rank {rank} on {host}{what} {raised.line}; {consequence}"
+            if known is None:
+                return Verdict(code, kind, description, hosts=(host,), cause=raised.line)
+            text, _, match = known
+            return Verdict(code, kind, description, hosts=(host,), cause=text.cause,
+                           advice=fill_advice(text.advice, match.groupdict()), text=text.name)
+    return None
 
 
 def _from_consequence(evidence: Evidence) -> Verdict | None:
@@ -278,6 +289,7 @@ def _from_consequence(evidence: Evidence) -> Verdict | None:
                        hosts)
     if finding.kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
         return (_early_exit(first.exit_code, evidence, min(failure.duration_s for failure in consequences))
+                or _survived_exception_before_timeout(first, evidence)
                 or _missing_in_collective(first, evidence) or _rank_verdict(first, evidence))
     return _rank_verdict(first, evidence)
 
@@ -299,6 +311,14 @@ def _early_exit(code: int, evidence: Evidence, before_s: float = float("inf")) -
     return Verdict(code, Kind.ENDED_EARLY,
                    f"{rank_ranges(ranks)} on {', '.join(hosts)} ended with code 0 after {after_s:.1f} s while"
                    f" {rank_ranges(running_ranks)} {were} still running", ranks[0], hosts, ranks, running_ranks)
+
+
+def _survived_exception_before_timeout(first: Failure, evidence: Evidence) -> Verdict | None:
+    waiting = [rank for rank, finding in evidence.findings.items() if finding.kind is Kind.COLLECTIVE_TIMEOUT]
+    if not waiting:
+        return None
+    return _from_survived_exception(first.exit_code, Kind.COLLECTIVE_TIMEOUT,
+                                    f"{rank_ranges(waiting)} timed out waiting for another rank", evidence)
 
 
 def _missing_in_collective(first: Failure, evidence: Evidence) -> Verdict | None:
