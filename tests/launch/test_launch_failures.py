@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -649,3 +649,16 @@ for name in ("RANK", "WORLD_SIZE"):
     assert done.returncode == 1
     assert ("try: launch sets RANK and the other variables, but something between launch and the program clears"
             " them" in done.stderr)
+
+
+@pytest.mark.parametrize(("tail", "shown"), [
+    (("PMIX ERROR: NOT-FOUND in file server/pmix_server.c at line 229", "-" * 40), "PMIX ERROR: NOT-FOUND"),
+    (("There are not enough slots available", "Either request fewer procs", "", "-----"), "There are not enough"),
+    (("step 7 | loss 2.0", "unable to open the site's license", "wandb: Synced 5 files"), "unable to open"),
+    (("error: no data", "RuntimeError failed"), "error: no data"),
+    (("step 6 | loss 2.1", "step 7 | loss 2.0"), "step 7"), (("-----",), ""), ((), ""),
+])
+def test_the_line_that_reads_like_an_error(tail: tuple[str, ...], shown: str) -> None:
+    error = replace(_failure(0, 4.0, 1, None), tail=tail).error
+    assert error.startswith(shown)
+    assert bool(error) is bool(shown)

@@ -97,7 +97,8 @@ _ADVICE = {
     Kind.ENDED_EARLY: "every rank must enter every collective: the same number of batches on all (drop_last, or"
                       " torch's Join), no early return, no sys.exit",
     Kind.OOM_KILLED: "use fewer ranks per node (--ppn), {less_memory}",
-    Kind.NOT_FOUND: "check the program's path and name: ranks start in launch's working directory",
+    Kind.NOT_FOUND: "check the program's path and name, and PATH on {hosts}: ranks start in launch's working"
+                    " directory, and load no modules",
     Kind.WRONG_WORLD: "use the mpiexec (or srun --mpi plug-in) that belongs to this MPI; check it with"
                       " ezpz-llm doctor",
     Kind.UNRECORDED: "check that node's kernel log (dmesg) for what killed a rank and its shim at the same time",

@@ -16,6 +16,7 @@ from ezpz_llm.launch.failures.known_failures import (
     join_sentence,
     shipped_texts,
 )
+from ezpz_llm.launch.failures.log_text import ERROR_WORDS
 from ezpz_llm.launch.failures.run_facts import Failure, Raised
 from ezpz_llm.launch.failures.tracebacks import innermost_call, lines_before_fault_report
 
@@ -48,8 +49,6 @@ _CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
 _MAX_LINES_BEFORE_CRASH = 10
 _LOGGED_WARNING = re.compile(r"^(?:\[rank\d+\]:? ?)?\[[WI](?:\d{4})? ")
 """Warnings of torch's C++ logger, such as slow name resolution, which are printed at every start."""
-_ERROR_WORDS = re.compile(r"(?i)\b(?:errors?|fail(?:s|ed|ure)?|cannot|can't|could not|unable|invalid|corrupt(?:ed)?"
-                          r"|denied|exceed(?:s|ed)?|overflow|fatal|out of|not (?:found|supported|enough))\b")
 
 
 def classify(failure: Failure, texts: Iterable[FailureText] | None = None) -> Finding:
@@ -102,7 +101,7 @@ def has_crashed(failure: Failure) -> bool:
 
 def error_line_before_crash(failure: Failure) -> list[str]:
     """Return the last line before a crash that reads like an error, in a list; empty if there is none."""
-    return [line.strip() for line in _lines_before_crash(failure) if _ERROR_WORDS.search(line)][-1:]
+    return [line.strip() for line in _lines_before_crash(failure) if ERROR_WORDS.search(line)][-1:]
 
 
 def _lines_before_crash(failure: Failure) -> list[str]:

@@ -1,4 +1,4 @@
-"""Lines of logs: truncation of long ones, and errors of a build.
+"""Lines of logs: truncation of long ones, and lines that read like an error.
 
 The search time of a pattern can grow with the square of a line's length.
 """
@@ -14,6 +14,10 @@ BUILD_ERROR = re.compile(
     r"^\S.{,300}?: (?:fatal )?error: |^nvcc fatal +: |^(?:\S*/)?(?:ld|collect2)\S*: .*(?:cannot find|undefined)"
     r"|: undefined reference to |^ninja: error: |^CMake Error")
 """Error of a compiler or linker, which follows the command lines in the message of a failed build."""
+ERROR_WORDS = re.compile(r"(?i)\b(?:errors?|fail(?:s|ed|ure)?|cannot|can't|could not|unable|invalid|corrupt(?:ed)?"
+                         r"|denied|exceed(?:s|ed)?|overflow|fatal|out of|not (?:found|supported|enough)|no such"
+                         r"|refused|killed|aborted|missing|mutually exclusive)\b")
+"""Words of lines that read like an error."""
 _LONG = re.compile(rf"[^\n]{{{LONGEST_LINE + 1},}}")
 
 

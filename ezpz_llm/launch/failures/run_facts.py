@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ezpz_llm.base import Epoch, read_records
-from ezpz_llm.launch.failures.log_text import BUILD_ERROR
+from ezpz_llm.launch.failures.log_text import BUILD_ERROR, ERROR_WORDS
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.stop import Stop
 
@@ -146,11 +146,16 @@ class Failure:
 
     @property
     def error(self) -> str:
-        """Line of output that explains the failure: an exception, this package's last error, or the last line."""
+        """Line of output that explains the failure: an exception, else this package's last error.
+
+        Without both, the last line that reads like an error, else the last line with a letter or digit.
+        """
         if self.exception is not None:
             return self.exception.line
-        errors = (line for line in reversed(self.tail) if line.startswith("error: "))
-        return next(errors, self.tail[-1] if self.tail else "")
+        lines = [line for line in reversed(self.tail) if any(map(str.isalnum, line))]
+        own_errors = (line for line in lines if line.startswith("error: "))
+        errors = (line for line in lines if ERROR_WORDS.search(line))
+        return next(itertools.chain(own_errors, errors, lines), "")
 
     @property
     def exit_text(self) -> str:
