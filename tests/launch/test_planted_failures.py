@@ -32,11 +32,8 @@ from simcluster.cluster import Cluster
 from ezpz_llm.base.untrusted_input import parse_toml
 
 RESULTS = ROOT / "benchmarks/results/planted_failures.md"
-BLIND = {"blind.toml": RESULTS.with_name("blind_failures.json"),
-         "blind_second.toml": RESULTS.with_name("blind_second_failures.json"),
-         "blind_third.toml": RESULTS.with_name("blind_third_failures.json"),
-         "blind_fourth.toml": RESULTS.with_name("blind_fourth_failures.json"),
-         "blind_fifth.toml": RESULTS.with_name("blind_fifth_failures.json")}
+BLIND = {f"{name}.toml": RESULTS.with_name(f"{name}_failures.json")
+         for name in ("blind", "blind_second", "blind_third", "blind_fourth", "blind_fifth", "blind_sixth")}
 """Files of failures that were new to the classifier, and the records of their first runs."""
 _AT_ONCE = 4
 _LIMIT_S = 300
@@ -327,10 +324,7 @@ def _results(played: list[Plant]) -> str:
             ("First scorecard", [plant for plant in played if plant.scorecard]),
             ("More of our own", [plant for plant in played if not plant.scorecard and plant.file == "ours.toml"]),
             ("By another author", [plant for plant in played if plant.file != "ours.toml"]),
-            ("Blind", _BLIND_ONES["blind.toml"]), ("Blind, second set", _BLIND_ONES["blind_second.toml"]),
-            ("Blind, third set", _BLIND_ONES["blind_third.toml"]),
-            ("Blind, fourth set", _BLIND_ONES["blind_fourth.toml"]),
-            ("Blind, fifth set", _BLIND_ONES["blind_fifth.toml"])):
+            *((f"Blind: {file}", _BLIND_ONES[file]) for file in BLIND)):
         lines.append(f"\n## {title}\n")
         if (first_run := BLIND.get(plants[0].file)) is not None:
             scores = json.loads(first_run.read_text())
