@@ -9,6 +9,7 @@ from pathlib import Path
 from ezpz_llm.launch.failures.differences import (
     Frame,
     describe_blocking_rank,
+    find_blocking_ranks,
     last_calls,
     main_stack,
     minority_ranks,
@@ -105,6 +106,15 @@ def test_what_silent_ranks_wait_for() -> None:
     apart = "rank 0 is at file_baton.py:49 in wait, rank 1 is at t.py:31 in all_reduce"
     for stacks, places in (({}, ""), ({0: lock, 1: reduces}, f"; {apart}")):
         assert (judged(stacks).evidence, judged(stacks).advice) == (f"{stop.text}{places}", "")
+
+
+def test_a_place_in_a_library_has_the_users_line() -> None:
+    outer = [("/home/ann/t.py", 8, "<module>"), ("/usr/lib/python3.11/multiprocessing/pool.py", 367, "map")]
+    waits = [*outer, ("/usr/lib/python3.11/threading.py", 327, "wait")]
+    assert find_blocking_ranks(dict.fromkeys(range(4), waits)) == (
+        [0, 1, 2, 3], "ranks 0-3 are at threading.py:327 in wait, called from t.py:8 in <module>")
+    assert find_blocking_ranks({0: outer[:1]})[1] == "rank 0 is at t.py:8 in <module>"
+    assert find_blocking_ranks({0: waits[1:]})[1] == "rank 0 is at threading.py:327 in wait"
 
 
 def test_in_one_line(tmp_path: Path) -> None:

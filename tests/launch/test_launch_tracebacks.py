@@ -127,6 +127,13 @@ def test_exceptions_of_real_programs(tmp_path: Path) -> None:
      "c10::DistBackendError", "[PG ID 0] watchdog", None),
     ("terminate called without an active exception\n", "std::terminate",
      "terminate called without an active exception", None),
+    # Interrupted by another process's output; shortened by hand, with lines that are not indented.
+    ("Traceback (most recent call last):\n  File \"/u/t.py\", line 3, in load\n[INFO] [engine.py:21:load] Loading\n"
+     "    load_optimizer=True)\n  File \"/u/t.py\", line 9, in f\n    raise Bad(\nengine.Bad: 256 is not 2\n",
+     "engine.Bad", "256 is not 2", "/u/t.py:9 in f"),
+    ("Traceback (most recent call last):\n......\nFile \"/u/t.py\", line 482, in compile\n  put(x)\n"
+     "File \"/u/t.py\", line 109, in put\n  os.replace(a, b)\nFileNotFoundError: gone\n",
+     "FileNotFoundError", "gone", "/u/t.py:109 in put"),
     # Exception groups of Python 3.11, which 3.10 lacks.
     ("  + Exception Group Traceback (most recent call last):\n  |   File \"p.py\", line 5, in <module>\n"
      "  |     raise ExceptionGroup('many', [ValueError('a'), t])\n  | ExceptionGroup: many (2 sub-exceptions)\n"

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ezpz_llm.base import group_by_key, system_text
+from ezpz_llm.launch.failures.tracebacks import is_user_code
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import UNUSUAL_STATES, RankLife
 
@@ -134,8 +135,10 @@ def _describe_split(split: _Split) -> str:
 
 
 def _format_place(frames: Sequence[Frame]) -> str:
-    file, line, function = frames[-1]
-    return f"{os.path.basename(file)}:{line} in {function}"
+    """Describe the innermost call, and the line of the user's code that led to it."""
+    user = next((frame for frame in reversed(frames) if is_user_code(frame[0])), frames[-1])
+    return ", called from ".join(f"{os.path.basename(file)}:{line} in {function}"
+                                 for file, line, function in dict.fromkeys((frames[-1], user)))
 
 
 def _is_or_are(ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ezpz_llm.launch.failures.known_failures import drop_non_errors, find_text, shipped_texts
-from ezpz_llm.launch.failures.log_text import BUILD_ERROR, cut_line
+from ezpz_llm.launch.failures.log_text import BUILD_ERROR, ERROR_WORDS, cut_line
 from ezpz_llm.launch.failures.run_facts import Raised
 
 MAX_LINES_AFTER = 200
@@ -22,13 +22,14 @@ MAX_LINES_AFTER_IF_CAUGHT = 10
 
 _MESSAGE_LINES = 8
 _MAX_BUILD_LINES = 1000
+_MAX_INTERRUPTION = 3
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = "Exception Group " + _HEADER
 _IN_GROUP = re.compile(r"^ *[|+] ?")
 _CHAINED = ("The above exception was the direct cause of the following exception:",
             "During handling of the above exception, another exception occurred:")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d{1,9})(?:,? in (?P<function>.+))?$')
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d{1,9})(?:,? in (?P<function>.+))?$')
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?:: ?(?P<message>.*))?$")
 _EXCEPTION_SUFFIX = re.compile(r"(?:Error|Exception|Interrupt|Exit|Group|Iteration|Timeout|Warning)$")
 _PARSE_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): ")
@@ -105,7 +106,8 @@ def _abort_reason(lines: Sequence[str]) -> str:
     for number, line in enumerate(reversed(drop_non_errors(lines))):
         if _ABORT_REASON.search(line) or (number < _NEAR_AN_ABORT and find_text(shipped_texts(), [line])):
             return line.strip()
-    return "abort() was called"
+    return next((line.strip() for line in reversed(drop_non_errors(lines)[-_NEAR_AN_ABORT:])
+                 if ERROR_WORDS.search(line)), "abort() was called")
 
 
 def last_output_lines(text: str, max_lines: int) -> list[str]:
@@ -192,7 +194,8 @@ def _find_tracebacks(lines: Sequence[str]) -> Iterator[_Report]:
 
 def _parse_traceback(lines: Sequence[str], start: int) -> _Report | None:
     end = start + 1
-    while end < len(lines) and (lines[end].startswith("  ") or not lines[end] or _is_wrapped(lines, end)):
+    while end < len(lines) and (lines[end].startswith("  ") or not lines[end] or _FRAME.match(lines[end])
+                                or _is_wrapped(lines, end) or _is_interruption(lines, end)):
         if lines[end].strip() == _HEADER:
             # The next traceback begins where this one should name its exception.
             return None
@@ -208,6 +211,14 @@ def _is_wrapped(lines: Sequence[str], number: int) -> bool:
     """Return True if a terminal or rich wrapped a frame's line here; more frames follow."""
     return (number + 1 < len(lines) and lines[number + 1].startswith("  ") and ":" not in lines[number]
             and _EXCEPTION.match(lines[number]) is not None and _EXCEPTION_SUFFIX.search(lines[number]) is None)
+
+
+def _is_interruption(lines: Sequence[str], number: int) -> bool:
+    """Return True if a line interrupts a traceback, such as another process's output or an ellipsis."""
+    if (exception := _EXCEPTION.match(lines[number])) and exception["message"] is not None:
+        return False
+    following = lines[number + 1:number + 1 + _MAX_INTERRUPTION]
+    return any(map(_FRAME.match, itertools.takewhile(lambda line: _HEADER not in line, following)))
 
 
 def _parse_exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:
@@ -285,8 +296,13 @@ def _match_frames(lines: Sequence[str]) -> list[re.Match[str]]:
     return [match for line in lines if (match := _FRAME.match(line))]
 
 
+def is_user_code(file: str) -> bool:
+    """Return True for a file outside of installed packages and the standard library."""
+    return _LIBRARY.search(file) is None
+
+
 def _user_frame(innermost_first: Sequence[re.Match[str]]) -> str | None:
     """Return the innermost frame outside installed packages and the standard library, else the innermost."""
-    user = [frame for frame in innermost_first if not _LIBRARY.search(frame["file"])]
+    user = [frame for frame in innermost_first if is_user_code(frame["file"])]
     return next((f"{frame['file']}:{frame['line']}" + (f" in {frame['function']}" if frame["function"] else "")
                  for frame in (*user, *innermost_first)), None)
