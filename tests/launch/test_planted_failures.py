@@ -33,7 +33,8 @@ from ezpz_llm.base.untrusted_input import parse_toml
 
 RESULTS = ROOT / "benchmarks/results/planted_failures.md"
 BLIND = {f"{name}.toml": RESULTS.with_name(f"{name}_failures.json")
-         for name in ("blind", "blind_second", "blind_third", "blind_fourth", "blind_fifth", "blind_sixth")}
+         for name in ("blind", "blind_second", "blind_third", "blind_fourth", "blind_fifth", "blind_sixth",
+                      "blind_seventh")}
 """Files of failures that were new to the classifier, and the records of their first runs."""
 _AT_ONCE = 4
 _LIMIT_S = 300
