@@ -655,6 +655,7 @@ for name in ("RANK", "WORLD_SIZE"):
     (("PMIX ERROR: NOT-FOUND in file server/pmix_server.c at line 229", "-" * 40), "PMIX ERROR: NOT-FOUND"),
     (("There are not enough slots available", "Either request fewer procs", "", "-----"), "There are not enough"),
     (("step 7 | loss 2.0", "unable to open the site's license", "wandb: Synced 5 files"), "unable to open"),
+    (("srun: error: Unable to satisfy cpu bind request", "srun: Job step aborted: Waiting"), "srun: error: Unable"),
     (("error: no data", "RuntimeError failed"), "error: no data"),
     (("step 6 | loss 2.1", "step 7 | loss 2.0"), "step 7"), (("-----",), ""), ((), ""),
 ])

@@ -56,9 +56,9 @@ PLANTS = {
     "watchdog alone": Plant(_aborts(_WATCHDOG), "collective_timeout", "Watchdog caught", "ezpz-llm why"),
     "heap": Plant(_aborts("free(): invalid pointer\n"), "signal", "free(): invalid pointer",
                   "two builds of one library"),
-    "abort after an error": Plant(_aborts("rocBLAS error: Cannot read TensileLibrary.dat for GPU arch : gfx1201\n"
+    "abort after an error": Plant(_aborts("libscore error: Cannot read Library.dat for GPU arch : gfx1201\n"
                                           " List of available files :\n" + '"gfx908.dat"\n' * 3), "signal",
-                                  "rocBLAS error: Cannot read TensileLibrary.dat for GPU arch : gfx1201  (", ""),
+                                  "libscore error: Cannot read Library.dat for GPU arch : gfx1201  (", ""),
     "abort": Plant(_aborts(""), "signal", "abort() was called  (", ""),
     "segmentation fault": Plant("ctypes.string_at(0)", "signal", "Segmentation fault  (", "ulimit -c unlimited"),
     "bus error": Plant("""

@@ -57,6 +57,19 @@ def test_lines_that_only_announce_the_error() -> None:
     assert Raised("ValueError", "no:").line == "ValueError: no:"
 
 
+def test_a_chain_whose_first_header_is_missing() -> None:
+    frame, header = '  File "t.py", line 8, in cast', "Traceback (most recent call last):"
+    chained = "The above exception was the direct cause of the following exception:"
+    lines = [frame, "    raise e", "ValueError: Couldn't cast", "", chained, "", header, frame,
+             "GenerationError: no data"]
+    found = last_exception("\n".join(lines))
+    assert found is not None
+    assert (found.line, found.caused_by) == ("GenerationError: no data", "ValueError: Couldn't cast")
+    found = last_exception("\n".join(lines[4:]))
+    assert found is not None
+    assert found.caused_by is None
+
+
 def test_a_failed_build_is_named_by_the_compilers_error() -> None:
     command = "c++ -MMD -c a.cpp -o a.o"
     errors = {"a.cpp:1:10: fatal error: cusolverDn.h: No such file or directory": 3,

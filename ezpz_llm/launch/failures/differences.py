@@ -5,6 +5,7 @@ That rank is stopped, elsewhere in the program, or some steps behind; waiting ra
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -109,7 +110,14 @@ def minority_ranks(stacks: Mapping[int, Sequence[Frame]]) -> _Split | None:
         return None
     majority = sorted(rank for rank, frames in stacks.items() if tuple(frames[:depth + 1]) == usual)
     minority = sorted(stacks.keys() - set(majority))
-    return minority, _format_place(stacks[minority[0]][:depth + 1]), majority, _format_place(usual)
+    return minority, _common_place(stacks, minority), majority, _common_place(stacks, majority)
+
+
+def _common_place(stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]) -> str:
+    """Describe the innermost call that is the same on all these ranks."""
+    levels = zip(*(stacks[rank] for rank in ranks), strict=False)
+    return _format_place([frames[0] for frames in itertools.takewhile(lambda frames: len(set(frames)) == 1, levels)]
+                         or stacks[ranks[0]])
 
 
 def main_stack(text: str) -> list[Frame]:
@@ -137,8 +145,8 @@ def _describe_split(split: _Split) -> str:
 def _format_place(frames: Sequence[Frame]) -> str:
     """Describe the innermost call, and the line of the user's code that led to it."""
     user = next((frame for frame in reversed(frames) if is_user_code(frame[0])), frames[-1])
-    return ", called from ".join(f"{os.path.basename(file)}:{line} in {function}"
-                                 for file, line, function in dict.fromkeys((frames[-1], user)))
+    inner, outer = (f"{os.path.basename(file)}:{line} in {function}" for file, line, function in (frames[-1], user))
+    return inner if user == frames[-1] else f"{inner} (called from {outer})"
 
 
 def _is_or_are(ranks: Sequence[int]) -> str:

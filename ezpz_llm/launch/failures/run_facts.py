@@ -15,6 +15,7 @@ from ezpz_llm.launch.failures.log_text import BUILD_ERROR, ERROR_WORDS
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.stop import Stop
 
+_ERROR_MARK = re.compile(r"(?i)\b(?:error|fatal): ")
 _PYDANTIC = re.compile(r"\d+ validation errors? for \S+")
 """First line of pydantic's errors; the next two lines have the first field and its problem."""
 
@@ -148,14 +149,15 @@ class Failure:
     def error(self) -> str:
         """Line of output that explains the failure: an exception, else this package's last error.
 
-        Without both, the last line that reads like an error, else the last line with a letter or digit.
+        Without both, the last line with "error: " or "fatal: ", with other words of an error, or with any letter.
         """
         if self.exception is not None:
             return self.exception.line
         lines = [line for line in reversed(self.tail) if any(map(str.isalnum, line))]
         own_errors = (line for line in lines if line.startswith("error: "))
+        marked = (line for line in lines if _ERROR_MARK.search(line))
         errors = (line for line in lines if ERROR_WORDS.search(line))
-        return next(itertools.chain(own_errors, errors, lines), "")
+        return next(itertools.chain(own_errors, marked, errors, lines), "")
 
     @property
     def exit_text(self) -> str:

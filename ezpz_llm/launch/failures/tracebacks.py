@@ -178,10 +178,13 @@ def _find_tracebacks(lines: Sequence[str]) -> Iterator[_Report]:
         if report is None:
             continue
         lead = [text for text in lines[max(0, number - 3):number] if text.strip()]
-        if previous is not None and lead and lead[-1].strip() in _CHAINED:
-            first = previous.raised.caused_by or previous.raised.line
-            report = replace(report, raised=replace(report.raised, caused_by=first),
-                             is_secondary=previous.is_secondary)
+        if lead and lead[-1].strip() in _CHAINED:
+            if previous is None:
+                first = _exception_without_header(lines[:number])
+            else:
+                first = previous.raised.caused_by or previous.raised.line
+                report = replace(report, is_secondary=previous.is_secondary)
+            report = replace(report, raised=replace(report.raised, caused_by=first))
         elif lead and lead[-1].startswith("Exception ignored in"):
             continue
         elif lead and lead[-1].startswith(("Exception in thread", "Process ")):
@@ -190,6 +193,17 @@ def _find_tracebacks(lines: Sequence[str]) -> Iterator[_Report]:
             report = replace(report, is_secondary=True, is_of_child=True)
         yield report
         previous = report
+
+
+def _exception_without_header(lines: Sequence[str]) -> str | None:
+    """Return the last exception in `lines` if the header of its traceback is missing, as in a shortened log."""
+    last_frame = max((number for number, line in enumerate(lines) if _FRAME.match(line)), default=len(lines))
+    after = range(last_frame + 1, len(lines))
+    start = next((number for number in after if not lines[number].startswith(" ")), None)
+    if start is None:
+        return None
+    name, message, _ = _parse_exception(lines, start)
+    return Raised(name, message).line
 
 
 def _parse_traceback(lines: Sequence[str], start: int) -> _Report | None:

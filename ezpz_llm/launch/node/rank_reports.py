@@ -166,7 +166,8 @@ def _format_process(process: Process, handler_output: Path) -> str:
 
 def _stack_from_py_spy(pid: int) -> str | None:
     path = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
-    return ask_command(["py-spy", "dump", "--pid", str(pid)], {**os.environ, "PATH": path}, _PY_SPY_TIMEOUT_S).text
+    command = ["py-spy", "dump", "--full-filenames", "--pid", str(pid)]
+    return ask_command(command, {**os.environ, "PATH": path}, _PY_SPY_TIMEOUT_S).text
 
 
 def _stack_from_fault_handler(pid: int, handler_output: Path) -> str | None:
