@@ -54,13 +54,17 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     check(tmp_path, 2, "zero1:tp2", "fsdp2", "fsdp2+parts", "zero3+skip")
 
 
+def test_stages_and_copies_of_shards_equal_one_process(tmp_path: Path) -> None:
+    check(tmp_path, 4, "pp2", "fsdp2_within2")
+
+
 @pytest.mark.full
 def test_every_layout_equals_one_process(tmp_path: Path) -> None:
     check(tmp_path / "2", 2, "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "pp2", "sp2", "pp2:zero3",
           "tp2+parts", *(f"{layout}+skip" for layout in ("ddp", "zero1", "fsdp2", "tp2")))
     check(tmp_path / "3", 3, "zero1", "zero2", "zero3", "fsdp2")
-    check(tmp_path / "4", 4, "zero1", "zero3", "fsdp2", "fsdp2_within2", "zero3_hpz2", "tp2", "tp2_zero1",
-          "tp2_zero3", "pp2", "pp2_tp2", "sp2", "zero3:pp2_tp2")
+    check(tmp_path / "4", 4, "zero1", "zero3", "fsdp2", "zero3_hpz2", "tp2", "tp2_zero1", "tp2_zero3",
+          "pp2_tp2", "sp2", "zero3:pp2_tp2")
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 16), (16, 64)])
