@@ -98,10 +98,10 @@ def test_without_the_sum_copies_drift_apart(two: dict[str, Any]) -> None:
     assert not two[UNSUMMED]["replicated agree"]
 
 
-def test_initial_weights_equal_one_process(two: dict[str, Any]) -> None:
+def test_initial_weights_and_logits_equal_one_process(two: dict[str, Any]) -> None:
     for checks in two["parts"]["initial weights"]:
         assert checks == dict.fromkeys(checks, True)
-        assert len(checks) == 3 * 6  # three checks of six shapes
+        assert len(checks) == 4 * 6  # four checks of six shapes
 
 
 def test_sharded_loss_equals_the_plain_loss(two: dict[str, Any]) -> None:

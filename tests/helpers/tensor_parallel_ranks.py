@@ -153,7 +153,10 @@ def replicated_agree(engine: Engine) -> bool:
 
 
 def initial_weights(dist: Dist) -> dict[str, bool]:
-    """Check that each rank's initial weights are slices of the plain model's, and cover it exactly once."""
+    """Check that each rank's initial weights are slices of the plain model's, and cover it exactly once.
+
+    Also check the logits of all tokens.
+    """
     result = {}
     for shape, config in CONFIGS.items():
         plain = GPT(config)
@@ -171,6 +174,8 @@ def initial_weights(dist: Dist) -> dict[str, bool]:
         result[f"{shape} once"] = total == Counter({name: value.numel() for name, value in expected.items()})
         result[f"{shape} divided"] = max(p.numel() for p in model.parameters()) * 2 == max(
             p.numel() for p in expected.values())
+        tokens = batch(0)[0]
+        result[f"{shape} logits"] = torch.allclose(plain(tokens), model(tokens), rtol=1e-4, atol=1e-6)
     return result
 
 
