@@ -221,6 +221,20 @@ class Branches(nn.Module):
         return getattr(self, side)(self.net(x))
 
 
+class PartlyUsed(nn.Module):
+    """Net with a frozen head, one that some calls use, one that none uses, and a factor that one rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.factor = Net(outputs=6), nn.Parameter(torch.ones(1))
+        self.frozen, self.sometimes, self.never = (nn.Linear(6, 5) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, uses_both: bool) -> Tensor:
+        hidden = self.net(x)
+        return self.factor * (self.frozen(hidden) + (self.sometimes(hidden) if uses_both else 0.0))
+
+
 class Normalized(nn.Module):
     """Net with a BatchNorm, which a script keeps in evaluation mode."""
 
@@ -822,6 +836,27 @@ def unused_in_one_micro_step(session: Session) -> Any:
     for number in range(6):
         x, y = session.batch(number)
         model.backward(mse_loss(model(x, "left" if number % 2 else "right"), y))
+        model.step()
+    return model
+
+
+@loop(right=True)
+def parameters_without_gradients(session: Session) -> Any:
+    """Weight decay of 10 % per step, which would change parameters that are stepped with a gradient of zero."""
+    def start(seed: int) -> Any:
+        net = made(PartlyUsed, seed)
+        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        return session.wrap(net, torch.optim.AdamW(trained, lr=0.02, eps=1e-3, weight_decay=5.0), accumulation=2)
+
+    model = start(seed=0)
+    # Both micro-steps of a step, none, the first, none, the last.
+    for number, uses_both in enumerate((True, True, False, False, True, False, False, False, False, True)):
+        if number == 4:
+            session.save(2, model)
+            model = start(seed=7)
+            session.load(model)
+        x, y = session.batch(number)
+        model.backward(mse_loss(model(x, uses_both), y))
         model.step()
     return model
 

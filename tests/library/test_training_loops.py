@@ -31,8 +31,9 @@ MUST_BE_RIGHT = [name for name, loop in LOOPS.items() if loop.must_be_right]
 ALWAYS_RIGHT_IN = ("ddp", "zero1", "zero2", "fsdp2")
 DEFAULT = ("accumulation", "two_forwards_then_two_backwards", "loss_backward_of_torch", "optimizer_step_of_torch",
            "forward_without_gradients_before_step", "gan", "ema", "weight_clipping", "clipping_by_torch",
-           "frozen_after_wrap", "unused_in_one_micro_step", "resume_with_unused_parameters", "resume_of_two_models",
-           "other_parameters_on_each_rank", "gradient_hooks", "weight_norms_outside_of_gathered",
+           "frozen_after_wrap", "unused_in_one_micro_step", "parameters_without_gradients",
+           "resume_with_unused_parameters", "resume_of_two_models", "other_parameters_on_each_rank",
+           "gradient_hooks", "weight_norms_outside_of_gathered",
            "weight_decay_by_parameter_groups", "optimizer_restored", "gradients_by_autograd",
            "adversarial_inputs_with_two_models", "plain_second_model", "learning_rate_of_each_rank",
            "weights_limited_in_forward")
@@ -63,6 +64,12 @@ def check(results: dict[str, dict], layout: str, precision: str) -> None:
 @pytest.mark.parametrize(("layout", "precision"), [("ddp", "fp32"), ("zero2", "bf16"), ("fsdp2", "fp32")])
 def test_some_loops(tmp_path: Path, layout: str, precision: str):
     check(launch(tmp_path, layout, precision, 2, DEFAULT), layout, precision)
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("ddp", "bf16"), ("zero3", "fp32")])
+def test_parameters_without_gradients_are_not_stepped(tmp_path: Path, layout: str, precision: str):
+    results = launch(tmp_path, layout, precision, 2, ("parameters_without_gradients",))
+    assert results["parameters_without_gradients"]["error"] <= BOUND[precision]
 
 
 def test_at_least_28_of_40_loops_must_be_right():
