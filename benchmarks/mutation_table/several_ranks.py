@@ -36,6 +36,7 @@ SHARDS = "ezpz_llm/data/shards.py"
 STATE = "ezpz_llm/engine/optimizer_state.py"
 TASKS = "ezpz_llm/evaluate/tasks.py"
 TENSOR = "ezpz_llm/model/tensor_parallel.py"
+TENSOR_SUMS = "ezpz_llm/model/tp_collectives.py"
 TORCH = "ezpz_llm/engine/torch_engine.py"
 ULYSSES = "ezpz_llm/engine/sequence_parallel.py"
 VALIDATION = "ezpz_llm/evaluate/validation.py"
@@ -44,6 +45,17 @@ WRITER = "ezpz_llm/checkpoint/writer.py"
 EVALUATED = "tests/evaluate/test_evaluate_layouts.py::test_on_two_ranks"
 """Test of the commands that evaluate and generate, in each layout on two ranks."""
 SHARES = "tests/data/test_data_mixture.py::test_validation_uses_each_streams_share"
+REDUCED = "tests/engine/test_reduced_values.py"
+"""Test of reductions in bf16 and fp32, compared with the exact sums of the ranks' gradients."""
+MASKED = "tests/engine/test_document_mask_layouts.py::test_stages_and_shares_of_sequences_equal_one_process"
+"""Test of four ranks, with four stages, a Qwen3 under tp2_zero3, and the losses of rows."""
+DROPPED = ("tests/engine/test_tensor_parallel.py::"
+           "test_dropout_is_alike_where_ranks_hold_the_same_and_differs_where_not")
+MUON_TWO = "tests/engine/test_muon.py::test_two_ranks_equal_one_process"
+MUON_FOUR = "tests/engine/test_muon.py::test_stages_and_copies_of_shards_equal_one_process"
+LOOPS = "tests/library/test_training_loops.py::test_some_loops"
+UNUSED = "tests/library/test_training_loops.py::test_parameters_without_gradients_are_not_stepped"
+"""Tests of scripts' training loops under `wrap`, with parameters that get no gradient in some steps or in all."""
 
 
 def case(layout: str, world: int, dtype: str = "fp32") -> Cell:
@@ -54,26 +66,30 @@ def case(layout: str, world: int, dtype: str = "fp32") -> Cell:
 FAULTS = (
     Fault("old-gradients-of-unused-parameters", "ddp", REDUCER,
           "        for parameter in self._outdated:\n            self.gradient(parameter).zero_()\n", "",
-          case("ddp", 2), "a parameter without a gradient in a step after one with a gradient"),
+          f"{LOOPS}[ddp-fp32]", "a parameter without a gradient in a step after one with a gradient"),
     Fault("buckets-stay-ready", "ddp", REDUCER, "self._work, self.is_ready = None, False", "self._work = None",
           case("ddp", 4), "several buckets and a single micro-step"),
     Fault("waits-for-the-first-bucket", "ddp", REDUCER,
           "        for bucket in self._buckets:\n            bucket.wait()",
           "        for bucket in self._buckets[:1]:\n            bucket.wait()", case("ddp", 2), "several buckets"),
     Fault("bf16-averages-not-copied-back", "ddp", REDUCER, "                self._gradients.copy_(reduced)",
-          "                pass", case("ddp", 2, "bf16"), "reduce_dtype bf16"),
+          "                pass", REDUCED, "reduce_dtype bf16"),
+    Fault("bf16-averages-through-fp16", "ddp", REDUCER, "reduced = self._gradients.to(self._reduced)",
+          "reduced = self._gradients if self._reduced == torch.float32 else self._gradients.half().bfloat16()",
+          REDUCED, "reduce_dtype bf16, gradients below fp16's range"),
     Fault("forgotten-masters-are-stepped", "ddp", TORCH, "                stepped.grad = None\n\n    def discard",
-          "                parameter.grad = None\n\n    def discard", case("ddp", 2, "bf16"),
+          "                parameter.grad = None\n\n    def discard", f"{UNUSED}[ddp-bf16]",
           "a parameter without a gradient in bf16"),
     Fault("gathered-weights-outlive-a-load", "fsdp2", FSDP2,
           'gathers the new weights."""\n        _reshard(self.module)', 'gathers the new weights."""',
           case("fsdp2", 2), "a load after an evaluation, as after a spike"),
     Fault("frozen-rows-begin-at-0", "fsdp2", FSDP2, "first_element(shapes[name], *place), *copy)", "0, *copy)",
-          case("fsdp2", 2), "a save with frozen parameters"),
+          f"{LOOPS}[fsdp2-fp32]", "a save with frozen parameters"),
     Fault("partitions-keep-old-gradients", "zero", DEEPSPEED, "    zero.grad_partitions_flat_buffer.zero_()",
-          "    pass", case("zero3", 2), "a parameter without a gradient in a step after one with a gradient"),
+          "    pass", f"{UNUSED}[zero3-fp32]",
+          "a parameter without a gradient in a step after one with a gradient"),
     Fault("sliced-steps-of-unused-parameters", "zero", DEEPSPEED, "            self._sliced.forget(parameters)",
-          "            pass", case("zero2", 2), "a parameter without a gradient, weight decay"),
+          "            pass", f"{LOOPS}[zero2-bf16]", "a parameter without a gradient, weight decay"),
     Fault("gathered-small-parameters-outlive-a-load", "zero", DEEPSPEED_STATE,
           "        self.zero.checkpoint_event_prologue()", "        pass", case("zero3", 2),
           "a load into an engine that has stepped"),
@@ -83,27 +99,40 @@ FAULTS = (
     Fault("mask-of-the-first-micro-batch", "pp", PIPELINE, "            self._tokens = micro_batch[0]\n",
           "            self._tokens = micro_batch[0] if self._tokens is None else self._tokens\n", case("pp2", 2),
           "document masks"),
+    Fault("middle-stages-keep-the-first-mask", "pp", PIPELINE, "                next(batches)  # DeepSpeed",
+          "                self._tokens is None and next(batches)  # DeepSpeed", MASKED,
+          "document masks in three or more stages"),
+    Fault("rows-without-masks", "pp", PIPELINE, 'tokens, targets, reduction="rows", sequences=tokens)',
+          'tokens, targets, reduction="rows")', MASKED, "document masks, the losses of rows"),
     Fault("stages-evaluate-without-masks", "pp", PIPELINE,
           "torch.distributed.send(self.module(x, sequences=sequences), ", "torch.distributed.send(self.module(x), ",
           case("pp2", 2), "document masks, evaluation"),
     Fault("logits-of-the-first-stage", "pp", PIPELINE, "torch.distributed.broadcast(logits, self._stages[-1], ",
           "torch.distributed.broadcast(logits, self._stages[0], ", case("pp2", 2), "sampling"),
     Fault("bf16-averages-of-stages-not-copied-back", "pp", PIPELINE, "                    part.copy_(reduced)",
-          "                    pass", case("pp2", 4, "bf16"), "reduce_dtype bf16"),
+          "                    pass", REDUCED, "reduce_dtype bf16"),
+    Fault("averages-of-stages-rounded-to-bf16", "pp", PIPELINE, "reduced = part.to(self._reduced)",
+          "reduced = part.bfloat16().to(self._reduced)", REDUCED, "bf16 with an fp32 reduction"),
     Fault("first-part-of-a-stage-averaged", "pp", PIPELINE, "for part in flat.split(gradient_reducer.BUCKET):",
-          "for part in flat.split(gradient_reducer.BUCKET)[:1]:", case("pp2", 4, "bf16"), "several buckets"),
+          "for part in flat.split(gradient_reducer.BUCKET)[:1]:", REDUCED, "several buckets"),
     Fault("logits-of-one-shard", "tp", BUILD,
           "        if layout.tp > 1 and model.is_last:\n"
           '            tensor_parallel.gather_logits(model, mesh.group("tp"), mesh.tp_size)\n', "",
           case("pp2_tp2", 4), "sampling"),
     Fault("gains-of-stage-3-not-summed", "tp", SHARDED,
           '    if mesh.tp_size > 1:\n        tensor_parallel.sum_gradients(model, mesh.group("tp"))\n', "",
-          case("tp2_zero3", 2), "norms of queries and keys, as in Qwen3"),
+          MASKED, "norms of queries and keys, as in Qwen3"),
+    Fault("gains-summed-in-bf16", "tp", TENSOR, "summed(gradient, group).to(gradient.dtype))",
+          "summed(gradient, group, gradient.dtype))", REDUCED, "norms of queries and keys in bf16"),
+    Fault("gradients-of-regions-through-fp16", "tp", TENSOR_SUMS,
+          "return summed(grad, ctx.group, grad.dtype), None",
+          "return summed(grad.half() if grad.dtype == torch.bfloat16 else grad, ctx.group, grad.dtype), None",
+          REDUCED, "gradients below fp16's range in bf16"),
     Fault("recomputed-heads-have-other-masks", "tp", TENSOR,
           'seed = seed_for(int(torch.randint(2**32, ())), "dropout", self.rank)',
           'self.calls = getattr(self, "calls", 0) + 1\n'
           '        seed = seed_for((torch.initial_seed() + self.calls) % 2**32, "dropout", self.rank)',
-          case("tp2", 2), "dropout with recomputation"),
+          DROPPED, "dropout with recomputation"),
     Fault("whole-sequences-without-masks", "sp", ULYSSES, "self.distributed(*shares, 0, None, *mask)",
           "self.distributed(*shares, 0, None)", case("sp2", 2), "document masks"),
     Fault("next-token-after-the-padding", "sp", ULYSSES,
@@ -115,14 +144,14 @@ FAULTS = (
     Fault("shares-sampled-at-position-0", "sp", ULYSSES, "logits = inner(own_share, first=rank * share, ",
           "logits = inner(own_share, first=0, ", case("sp2", 2), "sampling"),
     Fault("columns-of-matrices-lost", "tp", MATRICES, "                box.copy_(elements.view(box.shape))\n", "",
-          case("tp2", 2), "Muon"),
+          MUON_TWO, "Muon"),
     Fault("shards-taken-for-replicas", "fsdp2", MATRICES, "any(piece.replicas == count ",
-          "any(piece.replicas > 1 ", case("fsdp2_within2", 4), "Muon"),
+          "any(piece.replicas > 1 ", MUON_FOUR, "Muon"),
     Fault("owners-in-other-replicas", "pp", MESH, 'self.degrees.peers(rank, "dp", "sp", "tp")',
-          'self.degrees.peers(rank, "tp")', case("pp2", 4), "Muon"),
+          'self.degrees.peers(rank, "tp")', MUON_FOUR, "Muon"),
     Fault("unfused-step-with-nan", "optimizer", GRADIENTS,
           "self._removed.append((parameter, parameter.grad))\n                    parameter.grad = None",
-          "self._removed.append((parameter, parameter.grad))", case("ddp", 2), "Muon, a step with a NaN gradient"),
+          "self._removed.append((parameter, parameter.grad))", MUON_TWO, "Muon, a skipped step"),
     Fault("limit-of-the-norm-unused", "clipping", GRADIENTS,
           "(norm, device=self._device) <= min(self.limit, torch.finfo(torch.float32).max)",
           "(norm, device=self._device) <= torch.finfo(torch.float32).max", case("zero1", 2),
@@ -173,7 +202,7 @@ FAULTS = (
           "checkpoint(self._layers, x, rotation, use", case("ddp", 2), "document masks with recomputation"),
     Fault("heads-of-ranks-have-equal-masks", "tp", TENSOR,
           'if name.endswith("attn.product") and model.config.dropout:',
-          'if name.endswith("attn.product") and not model.config.dropout:', case("tp2", 2), "dropout"),
+          'if name.endswith("attn.product") and not model.config.dropout:', DROPPED, "dropout"),
     Fault("tokens-of-this-rank-alone", "evaluation", VALIDATION,
           'total, count = both[0], int(both[1]) // mesh.size("pp", "sp")',
           'total, count = both[0], count * mesh.dp_size', case("ddp", 2),
@@ -213,7 +242,8 @@ FAULTS = (
           "tests/data/test_data_mixture.py::test_a_mixture_is_named_by_its_parts", "a mixture with weights"),
     Fault("accumulates-in-the-dtype-of-the-wire", "precision", RECIPES,
           '{"grad_accum_dtype": gradients.accumulated}', '{"grad_accum_dtype": gradients.reduced}',
-          case("zero2", 2, "bf16"), "reduce_dtype bf16 without grad_accum_dtype"),
+          "tests/engine/test_recipes.py::test_gradients_are_accumulated_and_reduced_in_the_requested_dtypes",
+          "reduce_dtype bf16 without grad_accum_dtype"),
     Fault("second-copies-over-tensor-parallel-ranks", "hpz", KNOBS,
           "    if layout.tp > 1:\n        # DeepSpeed groups neighboring ranks",
           "    if layout.tp > size:\n        # DeepSpeed groups neighboring ranks",
