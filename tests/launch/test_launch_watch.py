@@ -226,7 +226,8 @@ def test_ranks_without_py_spy_say_where_they_stand_as_they_are_ended(tmp_path: P
     assert done.returncode == 124, done.stderr
     text = (tmp_path / "r/postmortem.txt").read_text()
     assert re.match(r"launch: ranks 0-1: waiting for the lock of a torch extension build, .*: no sign of life for 3"
-                    r" s: .*; launch ended the run; ranks 0-1 are at file_baton\.py:\d+ in wait\n", text), text
+                    r" s: .*; launch ended the run; ranks 0-1 are at file_baton\.py:\d+ in wait"
+                    r" \(called from locked\.py:\d+ in <module>\)\n", text), text
     assert "\n  try: if no rank is compiling (no ninja process on any node), remove the file `lock` from " in text
     assert f"remove the lock: rm {tmp_path}/ops/frob/lock" in text
     assert (tmp_path / "r/saved").exists()
