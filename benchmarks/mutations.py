@@ -132,7 +132,8 @@ def certified(cells: Sequence[Cell], folder: Path, references: Path | None) -> V
         raise SystemExit(f"{' '.join(words)}\nended with code {code}:\n{output[-4000:]}")
     # A single process that crashes leaves no record: use its last line of output.
     how = (lines or output.strip().splitlines()[-1:])[0][:400]
-    return {"seen": True, "how": re.sub(r"; see /[^)]*", "", how)}  # the copy no longer exists
+    # Without paths of the copy, which no longer exists.
+    return {"seen": True, "how": re.sub(r"; see /[^)]*", "", how).splitlines()[0]}
 
 
 def defined(folder: Path, topic: str | None = None) -> Verdict:

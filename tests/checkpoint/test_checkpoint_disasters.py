@@ -8,13 +8,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked_ranks import Server, wait_for
 from slowness import scaled
 
-from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_manifest, verify
+from ezpz_llm.checkpoint import find, reader
+from ezpz_llm.checkpoint.manifest import (
+    DamagedCheckpointError,
+    complete_checkpoints,
+    make_record,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.rundir.records import read_record
 
@@ -101,7 +109,7 @@ def test_a_full_disk_at_the_end_is_an_error(server: Server, small_disk: Path) ->
 
 
 def test_a_run_resumes_before_a_damaged_checkpoint(server: Server, tmp_path: Path) -> None:
-    words = [*RUN, "--save-every", "4", "--log-every", "3"]
+    words = [*RUN, "--save-every", "4", "--log-every", "3", "--dropout", "0.1"]
     run_dir = tmp_path / "run"
     server.run(2, [*words, "--steps", "10", "--warmup-steps", "2", "--decay-steps", "16"], run_dir)
     before = losses(run_dir)
@@ -120,6 +128,24 @@ def test_a_run_resumes_before_a_damaged_checkpoint(server: Server, tmp_path: Pat
     assert {step: after[step] for step in before} == before
     for folder in complete_checkpoints(run_dir / "checkpoints"):
         verify(folder, read_manifest(folder))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_one_of_any_number_of_ranks_verifies_each_file(ranks: int, tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.json" for name in "abc"]
+    for file in files:
+        file.write_text("{}")
+    write_manifest(tmp_path, 1, [make_record(file) for file in files])
+    for damaged in files:
+        damaged.write_text("[]")
+        finders = []
+        for rank in range(ranks):
+            try:
+                reader._verify_share(tmp_path, SimpleNamespace(rank=rank, world_size=ranks))
+            except DamagedCheckpointError:
+                finders.append(rank)
+        assert len(finders) == 1
+        damaged.write_text("{}")
 
 
 PICKLED = """

@@ -165,7 +165,6 @@ def test_sampled_pairs_train(server: Server, saved_by_each: dict[str, dict[str, 
     assert max(differences.values()) < CLOSE, differences
 
 
-@pytest.mark.full
 def test_random_states_are_taken_over_only_by_ranks_divided_alike(server: Server, tmp_path: Path) -> None:
     """Tensor-parallel peers must draw the same dropout masks, unlike ranks of another layout."""
     dropout = ["--dropout", "0.1"]

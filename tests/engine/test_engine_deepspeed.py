@@ -96,6 +96,17 @@ def test_adamw_counts_steps_in_a_tensor_in_any_torch(monkeypatch):
     assert optimizer_state.get_step(optimizer) == 1
 
 
+def test_the_step_count_is_that_of_the_parameter_with_most_steps():
+    often, seldom = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.AdamW([seldom, often])
+    for used in ((often, seldom), (often,)):
+        for parameter in used:
+            parameter.grad = torch.ones(2)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer_state.get_step(optimizer) == 2
+
+
 def test_undefined_tensors_are_supported():
     """torch 2.6 leaves undefined tensors after a backward pass, and raises on any access."""
     class Undefined(torch.Tensor):

@@ -201,6 +201,22 @@ def test_run_checkpoint_and_export_generate_the_same_text(trained: Path, exporte
     assert greedy == text_of(capsys, str(exported), *words, "--temperature", "1e-6").split("\n\n")[:3]
 
 
+def test_two_tensor_parallel_ranks_measure_and_draw_the_same(trained: Path, exported: Path, inside: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ds-config", "tp2", "--precision", "fp32", "--device", "cpu"]
+    done = run("evaluate", "val", "val", str(trained / "at-run"), *options, cwd=inside, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = read_record(RunDir(inside / "at-val")).evaluation["val"]
+    assert measured["val_loss"] == pytest.approx(read_record(RunDir(trained / "at-run")).val_loss, rel=1e-5)
+    assert measured["val_tokens"] == 2048
+    words = ["--prompt", "import ", "--tokens", "12", "--samples", "3", "--batch", "2"]
+    text_of(capsys, str(trained / "at-run"), *words)
+    done = run("generate", "generate", str(trained / "at-run"), *words, *options, cwd=inside, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(samples := read_record(RunDir(inside / "made")).samples) == 3
+    assert read_record(RunDir(inside / "at-generate")).samples == samples
+
+
 def test_a_text_ends_at_its_end_of_text_token() -> None:
     from ezpz_llm.data.tokenizers import get_tokenizer
 

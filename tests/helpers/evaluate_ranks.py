@@ -23,6 +23,7 @@ from ezpz_llm import checkpoint
 from ezpz_llm.data.tokenizers import get_tokenizer, to_entry
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
+from ezpz_llm.evaluate.generation import generate
 from ezpz_llm.evaluate.hellaswag import read_items, score
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
 from ezpz_llm.evaluate.validation import sample, validation_loss
@@ -31,6 +32,8 @@ from ezpz_llm.rundir import RunDir
 BLOCK, MICRO_BATCH, SEQUENCES = 64, 2, 10
 PROMPT = (72, 101, 108, 108, 111)
 SAMPLE = {"new_tokens": 12, "block_size": BLOCK, "vocab_size": 257, "top_k": 20, "temperature": 0.8}
+
+GENERATE = argparse.Namespace(seed=1, samples=2, batch=1, tokens=12, top_k=20, temperature=0.8, tokenizer=None)
 
 
 def held_out() -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,12 +71,13 @@ def run(folder: Path, name: str, dist: Dist) -> dict[str, Any]:
         first = validation_loss(engine.loss_sum, batches(dist), device=engine.device, mesh=mesh)
         states = torch.get_rng_state()
         scored = score(engine.row_losses, read_items(folder / "items.jsonl"), get_tokenizer("bytes"), mesh=mesh,
-                       block_size=BLOCK, items_at_once=2, device=engine.device)
+                       block_size=BLOCK, items_at_once=5, device=engine.device)
         ids = sample(engine.next_logits, torch.tensor([PROMPT] * 2), generator=torch.Generator().manual_seed(1),
                      **SAMPLE)
         again = validation_loss(engine.loss_sum, batches(dist), device=engine.device, mesh=mesh)
     result = {"val": first, "again": first == again, "hellaswag": asdict(scored), "ids": ids.tolist(),
-              "random state kept": torch.equal(states, torch.get_rng_state()), "training": engine.module.training}
+              "random state kept": torch.equal(states, torch.get_rng_state()), "training": engine.module.training,
+              "texts": generate(planned, dist, get_tokenizer("bytes"), torch.tensor(PROMPT), GENERATE)}
     for _ in range(2):
         micro_batch = tuple(torch.from_numpy(part) for part in batches(dist)[0])
         engine.train_step(iter([micro_batch]), 1e-2, lambda phase: nullcontext())
