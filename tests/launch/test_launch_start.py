@@ -231,8 +231,6 @@ def test_the_error_of_ssh_is_quoted_first(host_cluster: Cluster, tmp_path: Path,
         done = host_cluster.run("launch", "--hosts", "n1,n2", "--run-dir", "r", "sleep", "100", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     text = (tmp_path / "r/postmortem.txt").read_text()
-    # Some versions of mpiexec wait for the node nevertheless, until launch ends the run.
-    first = re.escape(f"launch: n2: the launcher could not start the ranks: {words}")
-    assert re.match(rf"{first}(\n|; rank 1 on n2 cannot start)", text)
+    assert text.startswith(f"launch: n2: the launcher could not start the ranks: {words}\n")
     assert "try: `ssh n2 true` must work from here without a prompt" in text
     assert "HYDRA_LAUNCHER_EXEC=pbs_tmrsh" in text

@@ -74,6 +74,7 @@ def test_a_failed_build_is_named_by_the_compilers_error() -> None:
     command = "c++ -MMD -c a.cpp -o a.o"
     errors = {"a.cpp:1:10: fatal error: cusolverDn.h: No such file or directory": 3,
               "/usr/bin/ld: cannot find -lcurand: No such file or directory": 30,
+              "a.cpp:(.text+0x1d): undefined reference to `cublasCreate_v2'": 4,
               "nvcc fatal   : Unsupported gpu architecture 'compute_120'": 2}
     for error, number in errors.items():
         lines = [f"Error building extension 'a': [1/2] {command}", "FAILED: a.o", *[command] * (number - 2), error,

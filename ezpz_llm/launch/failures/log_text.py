@@ -12,7 +12,7 @@ LONGEST_LINE = 2000
 BUILD_ERROR = re.compile(
     # gcc, clang, nvcc; linkers; ninja and CMake.
     r"^\S.{,300}?: (?:fatal )?error: |^nvcc fatal +: |^(?:\S*/)?(?:ld|collect2)\S*: .*(?:cannot find|undefined)"
-    r"|: undefined reference to |^ninja: error: |^CMake Error")
+    r"|^.{,300}?: undefined reference to |^ninja: error: |^CMake Error")
 """Error of a compiler or linker, which follows the command lines in the message of a failed build."""
 ERROR_WORDS = re.compile(r"(?i)\b(?:errors?|fail(?:s|ed|ure)?|cannot|can't|could not|unable|invalid|corrupt(?:ed)?"
                          r"|denied|exceed(?:s|ed)?|overflow|fatal|out of|not (?:found|supported|enough)|no such"
