@@ -115,8 +115,8 @@ FAULTS = (
           "                    pass", REDUCED, "reduce_dtype bf16"),
     Fault("averages-of-stages-rounded-to-bf16", "pp", PIPELINE, "reduced = part.to(self._reduced)",
           "reduced = part.bfloat16().to(self._reduced)", REDUCED, "bf16 with an fp32 reduction"),
-    Fault("first-part-of-a-stage-averaged", "pp", PIPELINE, "for part in flat.split(gradient_reducer.BUCKET):",
-          "for part in flat.split(gradient_reducer.BUCKET)[:1]:", REDUCED, "several buckets"),
+    Fault("first-part-of-a-stage-averaged", "pp", PIPELINE, "for part in flat.split(self._bucket):",
+          "for part in flat.split(self._bucket)[:1]:", REDUCED, "several buckets"),
     Fault("logits-of-one-shard", "tp", BUILD,
           "        if layout.tp > 1 and model.is_last:\n"
           '            tensor_parallel.gather_logits(model, mesh.group("tp"), mesh.tp_size)\n', "",

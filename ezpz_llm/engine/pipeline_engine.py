@@ -54,6 +54,7 @@ class PipelineEngine(Engine):
         self._targets: Tensor | None = None
         self._dtype = parameter_dtype(resolved.precision)
         self._reduced = gradient_dtype(resolved.gradients.reduced)
+        self._bucket = gradient_reducer.BUCKET
         mark_sharded(model)
         deepspeed = import_deepspeed(dist.device.type)
         deepspeed.init_distributed(dist_backend=dist.backend, dist_init_required=False)
@@ -145,7 +146,7 @@ class PipelineEngine(Engine):
             return
         for flat in self._engine.optimizer.non_expert_gradients:
             flat.mul_(1 / ranks)
-            for part in flat.split(gradient_reducer.BUCKET):
+            for part in flat.split(self._bucket):
                 reduced = part.to(self._reduced)
                 torch.distributed.all_reduce(reduced, group=self._mesh.group("dp", "sp"))
                 if reduced is not part:
