@@ -168,8 +168,8 @@ FAULTS = (
           "set_placement(self.lm_head.weight, placement_of(TABLE, self.lm_head.weight))", cell("pp2", 2)),
     Fault("table-of-one-stage", "tied table", PIPELINE, "    if stage.config.tied:\n", "    if False:\n",
           cell("pp2", 2, "llama")),
-    Fault("table-summed-three-times", "tied table", PIPELINE, "        flat[:rank * share].zero_()\n", "",
-          PARTS),
+    Fault("table-summed-three-times", "tied table", PIPELINE,
+          "        if rank > 0:\n            grad.zero_()\n", "", PARTS),
     Fault("table-is-the-heads-alone", "tied table", TENSOR,
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight)",

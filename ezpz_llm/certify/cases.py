@@ -25,6 +25,9 @@ _MAX_RANKS = 4
 _WORLDS = {"3d": (8,), "zero3_hpz2": (4,), "fsdp2_within2": (4,)}
 """World sizes of layouts that are exceptions to `natural_worlds`. The third dimension of 3d is data-parallel.
 Subgroups of two ranks differ from the whole group only on more than two ranks."""
+_PATHS_WORLDS = {"pp2": (6,)}
+"""World sizes of layouts that are exceptions to `paths_worlds`. A pipeline sums the gradient of a tied table in two
+steps on three or more data-parallel ranks."""
 
 _ALSO_BF16 = ("ddp", "fsdp2", "zero1", "zero3", "zero3_offload_optimizer", "tiled", "tp2_zero1", "tp2_zero3", "sp2",
               "pp2", "pp2_tp2")
@@ -120,7 +123,7 @@ def scaled_down(zero: dict[str, Any], stage: int | None,
 def paths_worlds(name: str) -> tuple[int, ...]:
     """Return the world sizes of `tiny-paths`: the largest natural one, and 3 for data-parallel layouts."""
     worlds = natural_worlds(name)
-    return (*((3,) if worlds == _DP_SIZES else ()), worlds[-1])
+    return _PATHS_WORLDS.get(name) or (*((3,) if worlds == _DP_SIZES else ()), worlds[-1])
 
 
 def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
@@ -232,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--layouts", default="all", metavar="all|NAME,…",
                         help="ds_configs by name (in ds_configs/) or path (%(default)s)")
     parser.add_argument("--world", metavar="N,…",
-                        help="world sizes (default: those that suit each layout, up to 4; 8 for 3d)")
+                        help="world sizes (default: those that suit each layout, up to 4; pp2 also 6, 3d 8)")
     parser.add_argument("--model", metavar="NAME,…",
                         help=f"model shapes ({','.join(recipe.ALL_MODELS)}; certify scales the tiny ones down "
                              "further)")

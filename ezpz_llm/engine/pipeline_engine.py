@@ -123,7 +123,7 @@ class PipelineEngine(Engine):
         Both copies must stay bitwise identical, but a backend may add three or more numbers in a different order in
         each stage, whose ranks have different links. So each stage first computes its sum, and then the two sums
         are added, for which there is only one order. Afterwards DeepSpeed reduces over data-parallel ranks again;
-        therefore each rank keeps only its share of the sum, and zeros elsewhere.
+        therefore only the first rank keeps the sum.
         """
         rank, ranks = self._replica
         if self.module.table is None or ranks < 3:
@@ -131,10 +131,8 @@ class PipelineEngine(Engine):
         table = self.module.table.weight
         grad = table._hp_grad if self._dtype == torch.bfloat16 else table.grad
         torch.distributed.all_reduce(grad, group=self._mesh.group("dp", "sp"))
-        flat = grad.view(-1)
-        share = -(-len(flat) // ranks)
-        flat[:rank * share].zero_()
-        flat[(rank + 1) * share:].zero_()
+        if rank > 0:
+            grad.zero_()
 
     def _average_gradients(self) -> None:
         """Average the fp32 gradients of bf16 parameters over data-parallel ranks, in the reduction dtype.

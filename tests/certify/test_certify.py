@@ -123,6 +123,7 @@ def test_further_paths_are_certified_on_three_ranks_and_in_the_largest_world() -
     assert paths_worlds("zero3") == (3, 4)
     assert paths_worlds("tp2") == paths_worlds("zero3_hpz2") == (4,)
     assert paths_worlds("3d") == (8,)
+    assert paths_worlds("pp2") == (6,)
     shape = recipe.shape("tiny-paths")
     rows = recipe.sequences(shape.config, 3, shape.global_batch)
     tokens, targets = recipe.tokens_and_targets(rows, shape)
