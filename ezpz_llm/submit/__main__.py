@@ -13,11 +13,12 @@ from dataclasses import replace
 from ezpz_llm.base import EXIT_USAGE, count_noun, print_lines, run_command
 from ezpz_llm.launch.precheck import check_command
 from ezpz_llm.launch.schedulers.scheduler import clock
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, write_atomic
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, write_atomic
 from ezpz_llm.rundir.records import Launch, Submission, read_record, update_record
 from ezpz_llm.submit.job import Job, plan_job, write_script
 from ezpz_llm.submit.options import help_text, parse
 from ezpz_llm.submit.script import RejectedError, queue_chain, remove_job_variables
+from ezpz_llm.submit.state import find_state
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,6 +30,9 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.help:
         print_lines(help_text())
+        return 0
+    if options.state is not None:
+        print_lines(find_state(RunDir(options.state)))
         return 0
     typed = ["ezpz-llm", "submit", *argv]
     job = plan_job(options, os.environ)
@@ -71,7 +75,7 @@ def _claim(job: Job) -> Job:
 
 
 def _queue(job: Job, typed: list[str]) -> None:
-    # submit.state compares start times to distinguish an earlier launch in this directory from this job's.
+    # --state compares start times to distinguish an earlier launch in this directory from this job's.
     before = (read_record(job.run_dir).launch or Launch()).started
     jobs: list[str] = []
     submission = Submission(

@@ -85,6 +85,7 @@ class Options:
     run_dir: Path | None = None
     requeue: bool = False
     chain: int = 1
+    state: Path | None = None
     dry_run: bool = False
     help: bool = False
 
@@ -127,6 +128,8 @@ _OPTIONS = (
            " resume the run"),
     Option(("--chain",), "chain", "queue K jobs that run one after another; each continues the run of the previous"
            " one", "K", whole(1, MAX_REPEATS)),
+    Option(("--state",), "state", "only print the state of a job's run, for job scripts: new, resume, restart or"
+           " complete", "D", Path),
     Option(("--dry-run",), "dry_run", "print the script and the submit command; write nothing"),
     Option(("-h", "--help"), "help", "print this help and exit"),
 )
@@ -141,6 +144,8 @@ def parse(words: Sequence[str]) -> Options:
     values, command = split_options(words, _OPTIONS, _EXAMPLE + " {option}")
     if values.get("help"):
         return Options(help=True)
+    if "state" in values:
+        return Options(state=values["state"])
     for name, option in (("nodes", "--nodes N"), ("time_s", "--time H:MM:SS")):
         if name not in values:
             raise UserError(f"{option} is required", instead=_EXAMPLE)

@@ -1,6 +1,6 @@
-"""State of a job's run, for job scripts: `python3 -m ezpz_llm.submit.state RUN_DIR`.
+"""State of a job's run, for job scripts: `python3 -m ezpz_llm.submit --state RUN_DIR` prints one word.
 
-Prints one word. It tells the script of a requeued job, or of the next job in a chain, what to do:
+It tells the script of a requeued job, or of the next job in a chain, what to do:
 
 new       no attempt has started since the submission, or none has written metrics or a checkpoint
 resume    an earlier attempt left a checkpoint to resume from
@@ -11,24 +11,14 @@ complete  all training steps are done, or another command succeeded
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
 
-from ezpz_llm.base import UserError, print_lines, run_command, system_text
+from ezpz_llm.base import system_text
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.rundir.records import Exit, Launch, Submission, read_record
 
 _MAX_NAME_BYTES = 256
 _SIGNAL_OFFSET = 128
 """Exit codes above this are 128 + the number of the signal that ended the program."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the state of a run directory."""
-    if len(argv) != 1:
-        raise UserError("expected one run directory", instead="python3 -m ezpz_llm.submit.state RUN_DIR")
-    print_lines(find_state(RunDir(Path(argv[0]))))
-    return 0
 
 
 def find_state(run_dir: RunDir) -> str:
@@ -51,7 +41,3 @@ def find_state(run_dir: RunDir) -> str:
     if newest.exists() or any(run_dir.checkpoints.glob("*step-*/manifest.json")):
         return "resume"
     return "restart" if run_dir.metrics.exists() else "new"
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command(main))

@@ -27,7 +27,7 @@ go_on=(--resume "$run_dir")
 again=()
 
 # ---- run (the same for every job)
-case $(python3 -m ezpz_llm.submit.state "$run_dir") in
+case $(python3 -m ezpz_llm.submit --state "$run_dir") in
     complete)
         echo "job $FLUX_ENCLOSING_ID: $run_dir is complete, nothing is left to do"
         exit 0
@@ -41,7 +41,7 @@ before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
 "${command[@]}"
 code=$?
 # Requeue the job if it stopped cleanly before its last step, and made progress.
-if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_dir") == resume &&
+if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit --state "$run_dir") == resume &&
       $(cat "$run_dir/checkpoints/latest") != "$before" ]]; then
     "${again[@]}"
 fi

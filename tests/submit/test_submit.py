@@ -420,7 +420,7 @@ def test_fill_template_replaces_only_the_given_sections(name: str) -> None:
     sections = {"request": ["#X -a"], "environment": ["cd /"], "command": ["command=(:)"]}
     filled = fill_template(name, "# by hand", sections)
     assert filled.startswith("#!/bin/bash\n# by hand\n\n# ---- request\n#X -a\n\n# ---- environment\ncd /\n\n")
-    assert "ezpz_llm.submit.state" in filled
+    assert "ezpz_llm.submit --state" in filled
     assert "ACCOUNT" not in filled
 
 
