@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, count_noun, print_lines
-from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist, fold_counts, fold_hostnames
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, print_lines
+from ezpz_llm.launch.check_report import format_places
 from ezpz_llm.launch.start_errors import start_problem
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from ezpz_llm.launch.plan import LaunchPlan
     from ezpz_llm.rundir.records import Launch
 
+PROGRAM = "ezpz_llm.preflight"
 TIMEOUT_S = 120
+_PREFLIGHT_LIMIT_S = 180.0
+"""Time limit of the preflight, which reports within 60 s of the start of its last rank."""
 _NOTE = "note: "
 
 
@@ -39,31 +42,6 @@ class CheckOutcome:
         """Notes in the explanation."""
         lines = self.explanation.splitlines()
         return tuple(line.removeprefix(_NOTE) for line in lines if line.startswith(_NOTE))
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """Result of a training command's check: the one JSON object that `--check --json` prints.
-
-    Attributes:
-        layout, precision: names. They and the batch sizes are None if the run cannot start or is already complete.
-        global_batch, micro_batch: batch sizes of a step in sequences.
-        accumulation: number of micro-batches per step.
-        explanation: every decision with its source, as `--check` without --json prints it.
-        warnings: lines that `--check` without --json prints to standard error.
-        error, where, instead: reason why the run cannot start, as in `UserError`.
-    """
-
-    layout: str | None = None
-    precision: str | None = None
-    global_batch: int | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    explanation: str = ""
-    warnings: tuple[str, ...] = ()
-    error: str | None = None
-    where: str | None = None
-    instead: str | None = None
 
 
 def check_command(target: Target, command: tuple[str, ...], world_size: int, env: Mapping[str, str],
@@ -112,34 +90,6 @@ def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *
         raise UserError(f"{what} took longer than {TIMEOUT_S} s", where=" ".join(arguments)) from error
 
 
-def format_places(places: Sequence[tuple[str, int]]) -> str:
-    """Return nodes and ranks per node as text for `read_places`."""
-    return f"{fold_hostnames([host for host, _ in places])} {fold_counts([count for _, count in places])}"
-
-
-def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Return the nodes and ranks per node that launch passed to the check; empty if launch did not start it.
-
-    Raises:
-        UserError: the value of the variable is invalid.
-    """
-    if not (text := env.get(PLACES_VARIABLE)):
-        return []
-    hosts, _, counts = text.rpartition(" ")
-    names, ranks = expand_hostlist(hosts), expand_counts(counts)
-    if len(names) != len(ranks):
-        raise UserError(f"{count_noun(len(names), 'node')}, but {count_noun(len(ranks), 'rank count')}",
-                        where=PLACES_VARIABLE)
-    return list(zip(names, ranks, strict=True))
-
-
-
-PROGRAM = "ezpz_llm.preflight"
-
-_LIMIT_S = 180.0
-"""Time limit of the preflight, which reports within 60 s of the start of its last rank."""
-
-
 def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], Launch]) -> int:
     """Run the preflight on the nodes of `plan`; return 0, or launch's exit code after printing the reason.
 
@@ -149,7 +99,7 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
     Args:
         record: returns the launch record for run.json, in which the preflight finds the nodes of its ranks.
     """
-    # Imported here, since the check of a command imports this module for `CheckReport` and must start fast.
+    # Imported here, since most launches run no preflight.
     from ezpz_llm.launch.failures.recorded_exit import not_started_record
     from ezpz_llm.launch.plan import prepare_step
     from ezpz_llm.launch.relay import print_stderr
@@ -162,7 +112,7 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
     report = step.run_dir.path / "preflight.json"
     report.unlink(missing_ok=True)
     # If the preflight wrote its report, a post-mortem would add nothing.
-    code = run(step, None, _LIMIT_S, prints_postmortem=lambda: not report.exists()).code
+    code = run(step, None, _PREFLIGHT_LIMIT_S, prints_postmortem=lambda: not report.exists()).code
     if code == 0:
         return 0
     code = code if code in INTERRUPTED else EXIT_PREFLIGHT

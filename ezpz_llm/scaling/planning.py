@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from ezpz_llm.base import UserError, count_noun, parse_json
 from ezpz_llm.base.records import as_record
+from ezpz_llm.launch.check_report import CheckReport
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, remove_options, value_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.precheck import CheckReport, run_check
+from ezpz_llm.launch.precheck import run_check
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.layout.batch import option_of

@@ -15,7 +15,7 @@ from slowness import scaled
 from ezpz_llm import train
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.launch.precheck import CheckReport
+from ezpz_llm.launch.check_report import CheckReport
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir.value_source_record import Source
