@@ -24,6 +24,7 @@ import torch
 from ezpz_llm import checkpoint
 from ezpz_llm.checkpoint.saver import cpu_bytes
 from ezpz_llm.checkpoint.writer import read_shard
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
@@ -31,7 +32,6 @@ from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.parameters import parameter_count
-from ezpz_llm.rundir import write_json
 
 BLOCK = 128
 

@@ -32,11 +32,11 @@ from typing import Any
 
 import psutil
 
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.data.atomic_dir import JOURNAL
 from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.tokenizers import EncodingTokenizer, get_tokenizer
-from ezpz_llm.rundir import write_json
 
 DOCUMENT_BYTES = 5000
 FILES = 10

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.data.samples import Batches, ReadAhead
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.rundir import write_json
 
 
 def drop_from_cache(data: TokenData) -> None:

@@ -42,11 +42,11 @@ from real_tokenizers import (
 )
 from small_tokenizers import FAMILIES, mixed_text, trained
 
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.data import tokenizer_files, tokenizers
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizer_files import entry_of_file
-from ezpz_llm.rundir import write_json
 
 DOCUMENT_BYTES = 5000
 _VERSIONS = ("ezpz_llm", "tokenizers", "sentencepiece", "tiktoken", "numpy")

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.certify.cases import natural_worlds
+from ezpz_llm.core.rundir import RunDir, write_json
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.layout import ds_config
-from ezpz_llm.rundir import RunDir, write_json
-from ezpz_llm.rundir.records import read_record
 
 TIMEOUT_S = 1200
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.layout.precision_recipes import RECIPES
-from ezpz_llm.rundir import write_json
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
 
     import torch
 
-    from ezpz_llm.base.records import as_plain
+    from ezpz_llm.core.base.records import as_plain
     from ezpz_llm.data.samples import Batches
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.evaluate.validation import open_corpus
@@ -185,7 +185,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def measured_child(out: Path, words: list[str]) -> int:
-    from ezpz_llm.base.errors import UserError
+    from ezpz_llm.core.base.errors import UserError
 
     with tempfile.TemporaryDirectory() as folder:
         try:

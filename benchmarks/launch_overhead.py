@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ezpz_llm.rundir import write_json
+from ezpz_llm.core.rundir import write_json
 
 LIMIT_S = 0.5
 QUIET_LOAD = 0.5

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.rundir import write_json
+from ezpz_llm.core.rundir import write_json
 
 CALLS = 10
 DRY_RUN_LIMIT_MS = 150.0

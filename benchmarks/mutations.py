@@ -42,7 +42,7 @@ from typing import Any
 from mutation_table import EQUIVALENT, FAULTS
 from mutation_table.row import Cell, Definitions, Fault, options
 
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, write_json
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"

@@ -36,7 +36,7 @@ from peers.programs import PROGRAMS, TRAINS_NOT, WORKS
 from peers.summary import HEADER, line, stated, summary
 from peers.task import SKIP
 
-from ezpz_llm.rundir import write_json
+from ezpz_llm.core.rundir import write_json
 
 EACH = ("load_before", "step_s", "tokens_per_second", "tokens_per_cpu_second", "peak_bytes", "val_loss")
 """Results of a run that are written to --out."""

@@ -34,14 +34,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import build
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.model import loss, loss_chunk
-from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, plan_run
 from ezpz_llm.trainer.run import make_engine

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.rundir import write_json
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.scaling.efficiency import CONFIDENCE, curves_of, estimate, points_of, ratio
 from ezpz_llm.scaling.fit import extrapolate, fit_curve
 

@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.records import as_plain
-from ezpz_llm.rundir import RunDir, write_json
-from ezpz_llm.rundir.records import read_record
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import RunDir, write_json
+from ezpz_llm.core.rundir.records import read_record
 
 IMPORT = "import torch, deepspeed"
 ENVIRONMENT = tuple(dict.fromkeys((sys.prefix, sys.base_prefix)))

@@ -18,7 +18,7 @@ from typing import Any
 
 import ladder
 
-from ezpz_llm.rundir import write_json
+from ezpz_llm.core.rundir import write_json
 
 
 def options(precision: str, steps: int) -> list[str]:

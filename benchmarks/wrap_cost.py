@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import ezpz_llm
-from ezpz_llm.rundir import write_json
+from ezpz_llm.core.rundir import write_json
 
 LAYOUTS = ("ddp", "zero1", "zero2", "fsdp2")
 BLOCKS, SAMPLES, CLIP = 48, 64, 1.0

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.rundir import RunDir, write_json
-from ezpz_llm.rundir.records import read_record
+from ezpz_llm.core.rundir import RunDir, write_json
+from ezpz_llm.core.rundir.records import read_record
 
 BAR = 1.92
 WITHIN = 0.005

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ezpz_llm.base import UserError
-    from ezpz_llm.base.version import __version__
+    from ezpz_llm.core.base import UserError
+    from ezpz_llm.core.base.version import __version__
     from ezpz_llm.library.checkpoints import load_checkpoint, save_checkpoint
     from ezpz_llm.library.hugging_face import trainer_callback
     from ezpz_llm.library.run import Run, finish, phase, record, setup
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "Run", "Target", "UserError", "Wrapped", "__version__", "finish", "load_checkpoint", "phase",
            "record", "save_checkpoint", "setup", "trainer_callback", "wrap"]
 
-_MODULES = {"Callback": "trainer.callbacks.callback", "UserError": "base", "__version__": "base.version",
+_MODULES = {"Callback": "trainer.callbacks.callback", "UserError": "core.base", "__version__": "core.base.version",
            "Target": "library.target", "trainer_callback": "library.hugging_face",
            **dict.fromkeys(("Run", "finish", "phase", "record", "setup"), "library.run"),
            "Wrapped": "library.wrapped", "wrap": "library.wrapping",
@@ -30,6 +30,6 @@ _MODULES = {"Callback": "trainer.callbacks.callback", "UserError": "base", "__ve
 
 
 def __getattr__(name: str) -> Any:
-    from ezpz_llm.base import lazy_names  # not at the top: every helper process of launch imports this module
+    from ezpz_llm.core.base import lazy_names  # not at the top: every helper process of launch imports this module
 
     return lazy_names(__name__, _MODULES)(name)

@@ -13,9 +13,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, print_lines, run_command, unknown_name_error, version_text
-from ezpz_llm.base.command_parser import examples, help_width
-from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.core.base import UserError, print_lines, run_command, unknown_name_error, version_text
+from ezpz_llm.core.base.command_parser import examples, help_width
+from ezpz_llm.core.base.shell_commands import to_typable
 
 _PACKAGE = Path(__file__).parent
 _GROUPS = {

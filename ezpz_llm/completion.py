@@ -8,9 +8,9 @@ import io
 import re
 from collections.abc import Callable, Sequence
 
-from ezpz_llm.base import print_lines, run_command
-from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.cli import find_commands, module_of
+from ezpz_llm.core.base import print_lines, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.layout.ds_config import names
 from ezpz_llm.model.config import MODELS
 from ezpz_llm.trainer.config import PRESETS

@@ -9,8 +9,8 @@ import json
 import os
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, print_lines, run_command
-from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.core.base import UserError, print_lines, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.layout.ops import OPS
 
 
@@ -28,9 +28,9 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             raise UserError("--json cannot be combined with --build-ops", instead="--build-ops or --json")
         return _build(options.build_ops or list(OPS))
-    from ezpz_llm.base.records import as_plain
     from ezpz_llm.check.doctor import run_checks
     from ezpz_llm.check.findings import DoctorReport, findings_text, is_fit, verdict
+    from ezpz_llm.core.base.records import as_plain
 
     findings = run_checks(os.environ)
     if options.json:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from ezpz_llm.base import UserError, count_noun, print_lines, run_command
-from ezpz_llm.base.command_parser import CommandParser
-from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.core.base import UserError, count_noun, print_lines, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.layout.listing import (
     as_json,
     check_world,

@@ -10,11 +10,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, run_command
-from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.check.endpoint import Endpoint, rendezvous_point, shared_secret
+from ezpz_llm.core.base import UserError, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
 LIMIT_S = 60.0
 

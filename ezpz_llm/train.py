@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import run_command
+from ezpz_llm.core.base import run_command
 
 if TYPE_CHECKING:
     from ezpz_llm.trainer.callbacks.callback import Callback

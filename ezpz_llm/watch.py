@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import count_noun, escape_control_characters, print_lines, run_command
-from ezpz_llm.base.command_parser import CommandParser
-from ezpz_llm.base.label_rows import align_rows
-from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.core.base import count_noun, escape_control_characters, print_lines, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.label_rows import align_rows
+from ezpz_llm.core.base.shell_commands import to_typable
+from ezpz_llm.core.rundir import ANY, RunDir, newest_run
 from ezpz_llm.launch.status import Status, read_status
 from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.observe.throughput import format_duration, format_number
-from ezpz_llm.rundir import ANY, RunDir, newest_run
 
 _INTERVAL_S = 2.0
 _PLAIN_INTERVAL_S = 10.0

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, open_private, print_lines, run_command
-from ezpz_llm.base.command_parser import CommandParser
-from ezpz_llm.base.records import as_plain
-from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.core.base import UserError, open_private, print_lines, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.base.shell_commands import to_typable
+from ezpz_llm.core.rundir import LAUNCHED, RunDir, newest_run
+from ezpz_llm.core.rundir.records import Exit, Launch, RunRecord, read_own_record, read_record
 from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
 from ezpz_llm.launch.failures.recorded_exit import NOT_STARTED, facts_from
 from ezpz_llm.launch.hostlist import expand_numbers
@@ -21,8 +23,6 @@ from ezpz_llm.launch.liveness import Live, as_details, as_lines, describe_silent
 from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir import LAUNCHED, RunDir, newest_run
-from ezpz_llm.rundir.records import Exit, Launch, RunRecord, read_own_record, read_record
 
 _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60

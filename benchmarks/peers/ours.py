@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.model.parameters import flops_per_token
 from ezpz_llm.observe import WallClock
-from ezpz_llm.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import parse

@@ -17,7 +17,6 @@ import torch
 from msgspec.structs import replace
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base.records import as_record
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
 from ezpz_llm.certify.copies import differing_copies
@@ -39,6 +38,8 @@ from ezpz_llm.certify.reference import (
     train_step,
 )
 from ezpz_llm.certify.uncovered_paths import certify_shared_fault
+from ezpz_llm.core.base.records import as_record
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.engine.base import Engine
@@ -52,7 +53,6 @@ from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientD
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
-from ezpz_llm.rundir import RunDir
 
 _MEMORY_STEP = 1
 """Step, counted from 0, in which memory is measured; step 0 would include setup.

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import MAX_RANKS, UserError, shorten_value, unknown_name_error, whole_number
-from ezpz_llm.base.command_parser import CommandParser
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.injected_faults import FAULTS, find_fault
 from ezpz_llm.certify.target_file import ACCUMULATION, DTYPES, LAYOUTS, TargetFile, find_target
+from ezpz_llm.core.base import MAX_RANKS, UserError, shorten_value, unknown_name_error, whole_number
+from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.layout import Layout, read_layout

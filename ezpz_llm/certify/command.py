@@ -8,16 +8,16 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, print_lines, read_json
-from ezpz_llm.base.records import as_record
 from ezpz_llm.certify import type_check
 from ezpz_llm.certify.cases import Work, parser, plan
 from ezpz_llm.certify.local_launches import read_reference_error, read_results, run_cases
 from ezpz_llm.certify.recheck import compare, read_certificate
 from ezpz_llm.certify.records import CertificateRecord
 from ezpz_llm.certify.report import conclude
+from ezpz_llm.core.base import UserError, print_lines, read_json
+from ezpz_llm.core.base.records import as_record
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.launch.ranks import ALONE, find_rank
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ezpz_llm.base import unknown_name_error
 from ezpz_llm.certify.recipe import Rows
+from ezpz_llm.core.base import unknown_name_error
 from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:

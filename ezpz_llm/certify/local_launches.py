@@ -9,16 +9,16 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ezpz_llm.base import UserError, print_lines, read_json
-from ezpz_llm.base.records import Rank, as_plain, as_record
-from ezpz_llm.base.shell_commands import to_typable
 from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.certify.injected_faults import find_fault
 from ezpz_llm.certify.records import CaseResult, Definition, Refused
 from ezpz_llm.certify.target_file import TargetFile
+from ezpz_llm.core.base import UserError, print_lines, read_json
+from ezpz_llm.core.base.records import Rank, as_plain, as_record
+from ezpz_llm.core.base.shell_commands import to_typable
+from ezpz_llm.core.rundir import RunDir, append_line, read_lines, write_json
+from ezpz_llm.core.rundir.records import Environment, read_record
 from ezpz_llm.launch.child import launch_words, run_launch
-from ezpz_llm.rundir import RunDir, append_line, read_lines, write_json
-from ezpz_llm.rundir.records import Environment, read_record
 
 _START_S, _REFERENCE_S, _CASE_S = 120, 180, 90
 """Time limits: the start of a launch, each reference, each case."""

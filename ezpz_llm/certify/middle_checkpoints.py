@@ -6,12 +6,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import read_json
-from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.certify.local_launches import MIDDLE
+from ezpz_llm.core.base import read_json
+from ezpz_llm.core.base.records import as_plain, as_record
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast
-from ezpz_llm.rundir import write_json
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError
 from ezpz_llm.certify import plain_step, recipe
 from ezpz_llm.certify.plain_step import ARITHMETIC, MicroBatch, Settings, State, Tensors
 from ezpz_llm.certify.records import LargestRatio
 from ezpz_llm.certify.verdict import Finding, backward_order
+from ezpz_llm.core.base import UserError
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.model.config import ModelConfig
 

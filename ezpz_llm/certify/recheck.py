@@ -9,10 +9,10 @@ from pathlib import Path
 
 from msgspec import UNSET, structs
 
-from ezpz_llm.base import UserError, is_own, read_json
-from ezpz_llm.base.records import as_record
 from ezpz_llm.certify.records import CertificateRecord
 from ezpz_llm.certify.target_file import find_target
+from ezpz_llm.core.base import UserError, is_own, read_json
+from ezpz_llm.core.base.records import as_record
 
 _OUTPUT_OPTIONS = ("--json", "--run-dir", "--recheck")
 """Options about files. They do not affect what is certified, so they are removed from the command."""

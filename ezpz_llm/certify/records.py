@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ezpz_llm.base.records import Rank, Ranks, Whole
-from ezpz_llm.rundir.layout_record import Batch
-from ezpz_llm.rundir.records import Device
+from ezpz_llm.core.base.records import Rank, Ranks, Whole
+from ezpz_llm.core.rundir.layout_record import Batch
+from ezpz_llm.core.rundir.records import Device
 
 
 class Refused(Struct, frozen=True):

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base import UserError, read_json
-from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.certify import one_process, recipe, verdict
 from ezpz_llm.certify.local_launches import reference_file
 from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State, cosine_rate
 from ezpz_llm.certify.recipe import Rows, Shape
 from ezpz_llm.certify.records import LargestRatio, Noise, ReferenceNumbers
+from ezpz_llm.core.base import UserError, read_json
+from ezpz_llm.core.base.records import as_plain, as_record
+from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.backends import DEVICES
@@ -44,7 +45,6 @@ from ezpz_llm.model.document_mask import mask_documents
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.model.parameters import parameter_named, parameter_shapes
-from ezpz_llm.rundir import RunDir, write_json
 
 _NOISE_ACCUMULATIONS = (8, 1, 4)
 """Micro-steps of each run that measures noise. The reference has recipe.ACCUMULATION. With uneven targets, the loss

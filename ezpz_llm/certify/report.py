@@ -17,8 +17,6 @@ from typing import Any
 
 from msgspec import UNSET, structs
 
-from ezpz_llm.base import UserError, group_by_key, print_lines
-from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify import recipe, target_file, verdict
 from ezpz_llm.certify.cases import Skipped, Work, load_layout, omitted_cases
 from ezpz_llm.certify.local_launches import MIDDLE, read_definition_outcomes, read_reference_error, read_results
@@ -31,10 +29,12 @@ from ezpz_llm.certify.records import (
     Refused,
     SkippedCase,
 )
+from ezpz_llm.core.base import UserError, group_by_key, print_lines
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import RunDir, write_atomic
+from ezpz_llm.core.rundir.records import CertifyOutcome, Environment, update_record
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe.tables import table
-from ezpz_llm.rundir import RunDir, write_atomic
-from ezpz_llm.rundir.records import CertifyOutcome, Environment, update_record
 
 _COLUMNS = ("layout", "model", "ranks", "dtype", "loss / bound", "norm / bound", "worst gradient",
             "worst weights", "bound / decrease", "bound / movement", "verdict")

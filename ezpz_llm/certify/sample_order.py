@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base import UserError
 from ezpz_llm.certify.one_process import DISAGREES
 from ezpz_llm.certify.plain_step import IGNORED
+from ezpz_llm.core.base import UserError
 from ezpz_llm.data.samples import Batches, ReadAhead, ValidationWindows
 from ezpz_llm.data.shards import BLOCK, Mixture, TokenStream
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ezpz_llm.base import count_noun, read_json
-from ezpz_llm.base.records import as_record
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.case import expected_numbers, make_result
 from ezpz_llm.certify.cases import Case, load_layout
@@ -35,11 +33,13 @@ from ezpz_llm.certify.target_run import (
     wrap_target,
 )
 from ezpz_llm.certify.verdict import Finding
+from ezpz_llm.core.base import count_noun, read_json
+from ezpz_llm.core.base.records import as_record
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.engine.running_statistics import statistics_of
 from ezpz_llm.library.script_models import ScriptModels
-from ezpz_llm.rundir import RunDir
 
 PHASES = {"data": "data", **verdict.PHASES, "statistics": "running statistics", "random": "random numbers",
           "evaluation": "evaluation", "resume": "resume"}

@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, read_bytes, unknown_name_error
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.records import Basis, TargetRecord
+from ezpz_llm.core.base import UserError, read_bytes, unknown_name_error
 from ezpz_llm.library.target import Target
 
 ACCUMULATION = 3

@@ -12,8 +12,6 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError, count_noun
-from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify import verdict
 from ezpz_llm.certify.cases import scaled_down
 from ezpz_llm.certify.local_launches import Job, reference_file
@@ -23,11 +21,13 @@ from ezpz_llm.certify.reference import baseline_noise, reordered_sums, single_ra
 from ezpz_llm.certify.target_file import ACCUMULATION, CLIP_SHARE, SAME, load
 from ezpz_llm.certify.target_run import Batches, Observations, fresh_module, train, wrap_target
 from ezpz_llm.certify.target_statistics import normalizes_over_batch
+from ezpz_llm.core.base import UserError, count_noun
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.running_statistics import statistics_of
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.layout import read_layout
-from ezpz_llm.rundir import write_json
 
 STATISTIC = "statistic/"
 """Prefix of running statistics (after the last step) in the tensors of a reference."""

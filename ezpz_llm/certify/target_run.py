@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.copies import whole_parameters
 from ezpz_llm.certify.reference import Trajectory
 from ezpz_llm.certify.target_file import ACCUMULATION, EPS_SHARE
 from ezpz_llm.certify.target_statistics import StatisticsByRank
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.optimizer_state import Slice

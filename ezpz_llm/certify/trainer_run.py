@@ -25,6 +25,7 @@ from ezpz_llm import checkpoint
 from ezpz_llm.certify import one_process, plain_step, recipe
 from ezpz_llm.certify.one_process import Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import EXACT, MicroBatch, State, cosine_rate
+from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import sample_windows
 from ezpz_llm.data.shards import TokenStream
@@ -35,7 +36,6 @@ from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.model.init import initial_values
 from ezpz_llm.model.parameters import whole_box
 from ezpz_llm.observe import WallClock
-from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import parse

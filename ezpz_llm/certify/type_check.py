@@ -13,7 +13,14 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun, import_package, print_lines, require_package, unknown_name_error
+from ezpz_llm.core.base import (
+    UserError,
+    count_noun,
+    import_package,
+    print_lines,
+    require_package,
+    unknown_name_error,
+)
 from ezpz_llm.launch.ranks import ALONE
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate

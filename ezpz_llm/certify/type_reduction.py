@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ezpz_llm.certify.type_program import DATA_AXES, Rank, assembled, training_inputs
 from ezpz_llm.certify.type_rules import axes_of, replaced, stamp
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.degrees import AXES
 from ezpz_llm.dist.private_names import foreach_norm
@@ -32,7 +33,6 @@ from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.parameters import placement_of, set_placement
-from ezpz_llm.rundir import RunDir
 
 _CLIP = 0.1
 

@@ -26,13 +26,13 @@ from ezpz_llm.certify.plain_step import IGNORED, MicroBatch, cosine_rate
 from ezpz_llm.certify.records import CaseResult
 from ezpz_llm.certify.reference import make_engine, on_cpu, single_rank_world
 from ezpz_llm.certify.sample_order import check_reader
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.loss import configure_head
-from ezpz_llm.rundir import RunDir
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ezpz_llm.base import UserError, print_lines, run_command
-from ezpz_llm.base.command_parser import CommandParser
-from ezpz_llm.base.records import as_plain
 from ezpz_llm.certify.case import certify_case
 from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.certify.definitions import check_definitions
@@ -31,13 +28,16 @@ from ezpz_llm.certify.report import all_passed, conclude
 from ezpz_llm.certify.target_case import certify_target
 from ezpz_llm.certify.target_reference import make_target_reference
 from ezpz_llm.certify.uncovered_paths import check_paths
+from ezpz_llm.core.base import UserError, print_lines, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import write_json
+from ezpz_llm.core.rundir.records import update_record
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import PeerFailedError, run_together
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.launch.variables import EVALUATING, TRAINING
 from ezpz_llm.observe import run_environment
-from ezpz_llm.rundir import write_json
-from ezpz_llm.rundir.records import update_record
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, read_json
-from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.check.endpoint import Endpoint, candidate_ports
 from ezpz_llm.check.measuring_process import MeasuringProcess
 from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
 from ezpz_llm.check.node_facts import gather_facts, route_to
 from ezpz_llm.check.report import report_path
 from ezpz_llm.check.rules.gathered import NETWORK, Unreached
+from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, read_json
+from ezpz_llm.core.base.records import as_plain, as_record
+from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.launch.addresses import resolve
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.rundir import RunDir, write_json
 
 _CONNECT_TIMEOUT_S = 2.0
 _REPORT_UNREACHED_AFTER_S = 8.0

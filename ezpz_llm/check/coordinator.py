@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
 from ezpz_llm.check.client import connect_and_serve, read_unreached, unreached_files
 from ezpz_llm.check.endpoint import Endpoint
 from ezpz_llm.check.facts import ConnectedRank, Ready, StoreLocation, find_answer
@@ -22,11 +21,12 @@ from ezpz_llm.check.report import Report, as_text, report_path, write_report
 from ezpz_llm.check.rules import Gathered, apply_rules
 from ezpz_llm.check.rules.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.check.server import Member, PreflightServer
+from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import Launch, read_record
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.sites import find_site
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import Launch, read_record
 
 # Fractions of the time limit at which stages end at the latest, and maximum seconds of short stages.
 _FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96

@@ -10,20 +10,20 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.base import UserError, cache_dir, count_noun
 from ezpz_llm.check import software
 from ezpz_llm.check.findings import first_problem
 from ezpz_llm.check.node_facts import file_system_space, gather_facts, numa_domains
 from ezpz_llm.check.rules.gathered import Gathered, format_bytes
 from ezpz_llm.check.rules.network import missing_interfaces
 from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
+from ezpz_llm.core.base import UserError, cache_dir, count_noun
+from ezpz_llm.core.rundir.records import Finding
 from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces
 from ezpz_llm.launch.dialects import choose_launcher
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import find_allocation, local, schedulers
 from ezpz_llm.launch.sites import find_site
-from ezpz_llm.rundir.records import Finding
 
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:

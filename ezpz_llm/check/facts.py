@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ezpz_llm.base.records import Bytes, Rank, Ranks, Whole
+from ezpz_llm.core.base.records import Bytes, Rank, Ranks, Whole
 
 StoreLocation = str | tuple[str, Whole]
 """Location of a store: a file, or an address and a port."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from ezpz_llm.base import count_noun
-from ezpz_llm.base.shell_commands import to_typable_text
-from ezpz_llm.rundir.records import Finding, Level
+from ezpz_llm.core.base import count_noun
+from ezpz_llm.core.base.shell_commands import to_typable_text
+from ezpz_llm.core.rundir.records import Finding, Level
 
 
 class DoctorReport(Struct, frozen=True):

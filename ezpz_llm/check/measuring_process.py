@@ -17,11 +17,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, cast
 
-from ezpz_llm.base import UserError
 from ezpz_llm.check.facts import Failed, Measurement, Network
 from ezpz_llm.check.messages import END, Reply, Request, receive, send
 from ezpz_llm.check.node_facts import first_line, is_about_network, read_network
 from ezpz_llm.check.rules.gathered import MPI
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.cleanup import die_with_parent
 
 _EXIT_WITHIN_S = 3.0

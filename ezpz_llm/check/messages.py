@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ezpz_llm.base import parse_json
-from ezpz_llm.base.records import Ranks, Whole, as_plain, as_record
 from ezpz_llm.check.facts import Facts, Measurement, StoreLocation
+from ezpz_llm.core.base import parse_json
+from ezpz_llm.core.base.records import Ranks, Whole, as_plain, as_record
 
 AUTHENTICATE_S = 2.0
 """Time for the peer of a new connection to authenticate."""

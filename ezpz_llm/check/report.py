@@ -12,8 +12,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from ezpz_llm.base import count_noun
-from ezpz_llm.base.records import as_plain
 from ezpz_llm.check.facts import Compute, Facts, Mpi, Network, Reduction, find_answer
 from ezpz_llm.check.findings import findings_text, is_fit, verdict
 from ezpz_llm.check.rules import Gathered
@@ -24,10 +22,12 @@ from ezpz_llm.check.rules.gathered import (
     format_rate,
 )
 from ezpz_llm.check.rules.network import link_rates, used_interfaces
+from ezpz_llm.core.base import count_noun
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import RunDir, without_secrets, write_json
+from ezpz_llm.core.rundir.records import Finding
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.tables import table
-from ezpz_llm.rundir import RunDir, without_secrets, write_json
-from ezpz_llm.rundir.records import Finding
 
 _MAX_ROWS = 24
 """Maximum number of nodes in the table. A longer table omits the nodes in the middle."""

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from ezpz_llm.base import UserError, escape_control_characters
 from ezpz_llm.check.endpoint import Endpoint, candidate_ports
 from ezpz_llm.check.facts import Facts, Measurement
 from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
+from ezpz_llm.core.base import UserError, escape_control_characters
 from ezpz_llm.launch.addresses import describe_port_holder, listen, local_address
 
 _DISCONNECTED = (EOFError, OSError, UserError)

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base import lazy_names
 from ezpz_llm.checkpoint.manifest import DamagedCheckpointError
 from ezpz_llm.checkpoint.retention import Keep, find, prune
 from ezpz_llm.checkpoint.state import Progress
+from ezpz_llm.core.base import lazy_names
 
 __all__ = ["DamagedCheckpointError", "Keep", "NotWrittenError", "Progress", "Saved", "Saver", "find", "load",
            "load_newest", "prune", "save"]

@@ -11,9 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun, print_lines, run_command, user_path
-from ezpz_llm.base.command_parser import CommandParser
-from ezpz_llm.base.records import as_plain
 from ezpz_llm.checkpoint.index import BUFFER, Index, Parameter, check_model, read_index
 from ezpz_llm.checkpoint.manifest import (
     LATEST,
@@ -26,10 +23,13 @@ from ezpz_llm.checkpoint.manifest import (
 )
 from ezpz_llm.checkpoint.script_model import prefix_of
 from ezpz_llm.checkpoint.state import State, read_state
+from ezpz_llm.core.base import UserError, count_noun, print_lines, run_command, user_path
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.evaluate.model import SOURCE_HELP
 from ezpz_llm.hf.source import Source, fetch, find_folder, script_state, source_in
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes
-from ezpz_llm.rundir import RunDir
 
 
 def main(argv: Sequence[str]) -> int:

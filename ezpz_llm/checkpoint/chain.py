@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ezpz_llm.base import UserError, print_lines
 from ezpz_llm.checkpoint.manifest import LATEST, complete_checkpoints, point_latest, step_of
 from ezpz_llm.checkpoint.state import Point, State, read_state
+from ezpz_llm.core.base import UserError, print_lines
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist

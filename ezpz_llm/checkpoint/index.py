@@ -9,12 +9,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ezpz_llm.base import UserError, join_file_name
-from ezpz_llm.base.records import Bytes, as_plain, as_record
 from ezpz_llm.checkpoint.manifest import FORMAT, INDEX, damaged_error, read_json
+from ezpz_llm.core.base import UserError, join_file_name
+from ezpz_llm.core.base.records import Bytes, as_plain, as_record
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.parameters import Box, size
-from ezpz_llm.rundir import write_json
 
 Part = tuple[Box, int, int]
 """Elements [start, stop) of a box, flattened in row-major order."""

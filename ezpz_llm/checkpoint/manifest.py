@@ -16,9 +16,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from ezpz_llm.base import UserError, join_file_name, system_text, untrusted_input
-from ezpz_llm.base.records import Bytes, Step, as_plain, as_record
-from ezpz_llm.rundir import hash_file, remove_incomplete_checkpoints, write_atomic, write_json
+from ezpz_llm.core.base import UserError, join_file_name, system_text, untrusted_input
+from ezpz_llm.core.base.records import Bytes, Step, as_plain, as_record
+from ezpz_llm.core.rundir import hash_file, remove_incomplete_checkpoints, write_atomic, write_json
 
 MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
 

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.chain import continue_from
 from ezpz_llm.checkpoint.index import BUFFER, Index, Parameter, Part, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import (
@@ -27,6 +26,7 @@ from ezpz_llm.checkpoint.manifest import (
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.checkpoint.state import State, read_state
 from ezpz_llm.checkpoint.writer import Trained, buffer_places, restore_rng_states
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.engine.optimizer_state import EngineState

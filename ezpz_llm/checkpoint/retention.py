@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, did_you_mean, print_lines
 from ezpz_llm.checkpoint.chain import on_chain
 from ezpz_llm.checkpoint.manifest import (
     MANIFEST,
@@ -20,7 +19,8 @@ from ezpz_llm.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.core.base import UserError, did_you_mean, print_lines
+from ezpz_llm.core.rundir import RunDir
 
 
 @dataclass(frozen=True)

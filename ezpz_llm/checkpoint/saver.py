@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.memory_groups import usable_memory
 from ezpz_llm.checkpoint.chain import continue_branch, place
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
@@ -31,12 +29,14 @@ from ezpz_llm.checkpoint.writer import (
     read_shard,
     write_shard,
 )
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.memory_groups import usable_memory
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import broadcast, gather, run_together
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import synchronize
 from ezpz_llm.layout.ds_defaults import uses_nvme
-from ezpz_llm.rundir import RunDir
 
 _ALIGN = 64
 

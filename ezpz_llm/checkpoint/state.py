@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from ezpz_llm.base import UserError, as_dataclass
-from ezpz_llm.base.records import Ranks, Step, Whole, as_record
 from ezpz_llm.checkpoint.manifest import STATE, damaged_error, read_json
 from ezpz_llm.checkpoint.script_model import ScriptModel
+from ezpz_llm.core.base import UserError, as_dataclass
+from ezpz_llm.core.base.records import Ranks, Step, Whole, as_record
 from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.engine.loss_scale_state import LossScaleState
 from ezpz_llm.model.config import ModelConfig

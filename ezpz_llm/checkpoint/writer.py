@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from ezpz_llm.base.records import as_plain
-from ezpz_llm.base.version import __version__
 from ezpz_llm.checkpoint.index import BUFFER, WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, make_record, publish, shard_name, write_manifest
 from ezpz_llm.checkpoint.state import Progress, State
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.base.version import __version__
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.private_names import persistent_buffers
 from ezpz_llm.engine.optimizer_state import EngineState, owned_parts
 from ezpz_llm.layout.layout import Layout
-from ezpz_llm.rundir import write_json
 
 Written = tuple[FileRecord, list[tuple[str, Piece]]]
 """File that a rank wrote, and (parameter name, piece) for each tensor in it."""

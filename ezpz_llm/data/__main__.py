@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ezpz_llm.base import UserError, count_noun, print_lines, run_command
-from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.core.base import UserError, count_noun, print_lines, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,10 +16,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from ezpz_llm.base import UserError, read_json
-from ezpz_llm.base.records import Whole, as_plain, as_record
+from ezpz_llm.core.base import UserError, read_json
+from ezpz_llm.core.base.records import Whole, as_plain, as_record
+from ezpz_llm.core.rundir import write_atomic
 from ezpz_llm.data.manifest import TokenizerEntry
-from ezpz_llm.rundir import write_atomic
 
 _LOCK = ".lock"
 _LOCKS_UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}

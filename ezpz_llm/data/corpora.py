@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, cache_dir, did_you_mean, unknown_name_error, user_path
+from ezpz_llm.core.base import UserError, cache_dir, did_you_mean, unknown_name_error, user_path
 from ezpz_llm.data.downloads import PublicFile, reading
 from ezpz_llm.data.folder_files import find_splits, odd_files
 from ezpz_llm.data.formats import TEXT

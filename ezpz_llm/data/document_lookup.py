@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET, Struct
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.records import Step, Whole, as_record
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.records import Step, Whole, as_record
+from ezpz_llm.core.rundir import RunDir, read_json, read_lines
+from ezpz_llm.core.rundir.records import Data, RunRecord, read_record
 from ezpz_llm.data.manifest import TRAIN
 from ezpz_llm.data.megatron import read_index
 from ezpz_llm.data.samples import as_mixture, stream_offsets
 from ezpz_llm.data.shards import TokenData, TokenStream
-from ezpz_llm.rundir import RunDir, read_json, read_lines
-from ezpz_llm.rundir.records import Data, RunRecord, read_record
 
 _AT_ONCE = 1 << 22  # tokens
 _TOKENS_OF_TEXT, _MAX_TEXT = 48, 60

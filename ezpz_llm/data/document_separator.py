@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import UNSET
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.data.corpora import Options, make_request
 from ezpz_llm.data.megatron import find_unmarked_document
 from ezpz_llm.data.shards import TokenData

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, cache_dir, print_lines, read_bytes
-from ezpz_llm.rundir import write_atomic
+from ezpz_llm.core.base import UserError, cache_dir, print_lines, read_bytes
+from ezpz_llm.core.rundir import write_atomic
 
 _TIMEOUT_S = 60
 _MAX_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base import UserError, open_regular
+from ezpz_llm.core.base import UserError, open_regular
 from ezpz_llm.data.corpora import cached_folder
 from ezpz_llm.data.downloads import print_to_stderr, progress, reading
 from ezpz_llm.data.file_signatures import check_tokens

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.base import UserError, open_regular
+from ezpz_llm.core.base import UserError, open_regular
 from ezpz_llm.data.downloads import reading
 
 _ARRAYS = ("save its tokens as NAME_train_000000.npy and NAME_val_000000.npy (numpy.save, uint16 or uint32), and "

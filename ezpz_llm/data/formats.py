@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from ezpz_llm.base import JsonText, UserError, import_package, open_regular, parse_json, require_package
+from ezpz_llm.core.base import JsonText, UserError, import_package, open_regular, parse_json, require_package
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.file_signatures import find_signature, find_signature_by_name
 

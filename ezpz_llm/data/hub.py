@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, require_package, user_path
+from ezpz_llm.core.base import UserError, require_package, user_path
 from ezpz_llm.data.atomic_dir import InterruptedWriteError
 from ezpz_llm.data.formats import TEXT, Documents, gather_documents
 

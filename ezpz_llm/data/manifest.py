@@ -31,7 +31,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     MAX_IDS,
     MAX_TOKENS,
     UserError,
@@ -43,9 +43,9 @@ from ezpz_llm.base import (
     read_own,
     shorten_value,
 )
-from ezpz_llm.base.records import Whole, as_plain, as_record
+from ezpz_llm.core.base.records import Whole, as_plain, as_record
+from ezpz_llm.core.rundir import hash_file, write_json
 from ezpz_llm.data.downloads import reading
-from ezpz_llm.rundir import hash_file, write_json
 
 MANIFEST = "manifest.json"
 COUNTS = "counts.npy"

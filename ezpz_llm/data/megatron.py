@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base import UserError, open_regular, user_path
+from ezpz_llm.core.base import UserError, open_regular, user_path
 from ezpz_llm.data.corpora import MANY_FILES_VAL_FRACTION, cached_folder
 from ezpz_llm.data.downloads import print_to_stderr, reading
 from ezpz_llm.data.file_signatures import TOKENS, check_tokens, find_signature

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.core.base import UserError, user_path
 from ezpz_llm.data.corpora import CORPORA
 from ezpz_llm.data.hub import HUB_PREFIX, find_dataset
 from ezpz_llm.data.shards import samples_per_block

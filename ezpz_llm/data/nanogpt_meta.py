@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import UserError, read_bytes, read_json, shorten_value
+from ezpz_llm.core.base import UserError, read_bytes, read_json, shorten_value
 from ezpz_llm.data.downloads import reading
 
 META_PKL, META_JSON = "meta.pkl", "meta.json"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import UserError, require_package
+from ezpz_llm.core.base import UserError, require_package
 from ezpz_llm.data.atomic_dir import build_folder
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
 from ezpz_llm.data.document_separator import SeparatorAdvice, check_separator, document_separator

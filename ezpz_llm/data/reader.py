@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, parse_json, parse_plain_json
+from ezpz_llm.core.base import UserError, parse_json, parse_plain_json
 from ezpz_llm.data.corpora import Corpus, SourceFile
 from ezpz_llm.data.formats import (
     BOM,

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.data.shards import BLOCK, Mixture, TokenStream
 
 IGNORED = -100

@@ -19,7 +19,8 @@ from typing import BinaryIO
 import numpy as np
 from msgspec import UNSET
 
-from ezpz_llm.base import UserError, apportion, open_regular, unknown_name_error
+from ezpz_llm.core.base import UserError, apportion, open_regular, unknown_name_error
+from ezpz_llm.core.rundir import hash_file
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.manifest import (
     MANIFEST,
@@ -34,7 +35,6 @@ from ezpz_llm.data.manifest import (
     read_part,
 )
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
-from ezpz_llm.rundir import hash_file
 
 BLOCK = 4096
 """Samples per block, in which each stream of a mixture has a fixed number."""

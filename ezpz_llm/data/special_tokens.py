@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.data.tokenizer_files import FileTokenizer
 from ezpz_llm.data.tokenizers import Tokenizer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base import UserError, open_regular
+from ezpz_llm.core.base import UserError, open_regular
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.nanogpt_meta import declare_command
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET
 
-from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.core.base import UserError, count_noun
 from ezpz_llm.data.atomic_dir import JOURNAL, InterruptedWriteError, Journal, Written, clear
 from ezpz_llm.data.corpora import Request
 from ezpz_llm.data.downloads import print_to_stderr, progress

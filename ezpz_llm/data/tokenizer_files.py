@@ -21,11 +21,11 @@ from typing import Any, Literal
 import numpy as np
 import tiktoken
 
-from ezpz_llm.base import MAX_IDS, UserError, import_package, open_regular, read_bytes, read_json
+from ezpz_llm.core.base import MAX_IDS, UserError, import_package, open_regular, read_bytes, read_json
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.data.text import find_checked_cut, replace_surrogates
-from ezpz_llm.rundir import RunDir
 
 _TOKENIZER_JSON, _TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
 KINDS = {"tokenizers": _TOKENIZER_JSON, "sentencepiece": _TOKENIZER_MODEL, "tiktoken": _TOKENIZER_MODEL}

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
-from ezpz_llm.base import UserError, read_json, require_package, unknown_name_error, user_path
-from ezpz_llm.base.records import as_record
+from ezpz_llm.core.base import UserError, read_json, require_package, unknown_name_error, user_path
+from ezpz_llm.core.base.records import as_record
 from ezpz_llm.data.downloads import PublicFile
 from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry
 from ezpz_llm.data.text import find_cut, replace_surrogates

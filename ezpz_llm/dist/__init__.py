@@ -5,7 +5,7 @@ Modules that need torch are imported on first access, so that seeds and heartbea
 
 from __future__ import annotations
 
-from ezpz_llm.base import lazy_names
+from ezpz_llm.core.base import lazy_names
 from ezpz_llm.dist.heartbeat import Heartbeat
 
 __all__ = ["Degrees", "Dist", "Heartbeat", "Mesh"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist

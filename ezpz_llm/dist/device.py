@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ezpz_llm.base import UserError, count_noun, unknown_name_error
+from ezpz_llm.core.base import UserError, count_noun, unknown_name_error
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.ranks import RankInfo

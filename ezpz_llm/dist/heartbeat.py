@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from ezpz_llm.core.rundir import SideFiles
 from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE, STACKS_SIGNAL, STACKS_VARIABLE
-from ezpz_llm.rundir import SideFiles
 
 
 class Heartbeat:

@@ -6,9 +6,9 @@ import time
 
 import torch
 
+from ezpz_llm.core.rundir.schemas import Link
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.setup import Dist
-from ezpz_llm.rundir.schemas import Link
 
 _BYTES = 2 ** 20
 _REPEATS = 3

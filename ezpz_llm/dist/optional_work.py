@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ezpz_llm.base import UserError, print_lines
+from ezpz_llm.core.base import UserError, print_lines
 
 if TYPE_CHECKING:
     from torch.distributed import Store

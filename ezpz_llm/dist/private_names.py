@@ -13,7 +13,7 @@ import importlib
 import sys
 from typing import Any
 
-from ezpz_llm.base import UserError, installed, tested_range
+from ezpz_llm.core.base import UserError, installed, tested_range
 
 
 def find(module: str, name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 Purpose = Literal["init", "data", "dropout", "sample"]
 

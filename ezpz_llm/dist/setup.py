@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.base import UserError, exit_after_uncaught_exception, print_lines
+from ezpz_llm.core.base import UserError, exit_after_uncaught_exception, print_lines
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, SideFiles, default_run_dir, redact_words
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.heartbeat import answer_with_stacks
@@ -28,7 +29,6 @@ from ezpz_llm.launch.owner import Ownership, become_owner
 from ezpz_llm.launch.ranks import ALONE, RankInfo, find_rank
 from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, SideFiles, default_run_dir, redact_words
 
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "OMPI_COMM_WORLD_LOCAL_RANK", "GLOO_SOCKET_IFNAME")

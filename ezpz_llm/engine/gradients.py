@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_llm.base import UserError, shorten_value
+from ezpz_llm.core.base import UserError, shorten_value
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.dist.private_names import foreach_div_, foreach_norm
 from ezpz_llm.engine.optimizer_state import EngineState, Slice

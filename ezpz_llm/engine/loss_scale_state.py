@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from ezpz_llm.base.records import Whole
+from ezpz_llm.core.base.records import Whole
 
 
 class LossScaleState(Struct, frozen=True):

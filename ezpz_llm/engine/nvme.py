@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError, system_text
+from ezpz_llm.core.base import UserError, system_text
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import run_together
 

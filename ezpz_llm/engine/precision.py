@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.private_names import cpu_has_amx, cpu_has_avx512_bf16
 from ezpz_llm.engine.loss_scale_state import LossScaleState

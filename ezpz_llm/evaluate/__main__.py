@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ezpz_llm.base import run_command
+from ezpz_llm.core.base import run_command
 
 
 def main(argv: Sequence[str]) -> int:

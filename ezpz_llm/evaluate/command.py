@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ezpz_llm.base import print_lines
-from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.core.base import print_lines
+from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.evaluate import tasks
 from ezpz_llm.evaluate.model import add_arguments, as_rank, plan_model
 from ezpz_llm.hf.weight_files import check_weight_files
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         check_weight_files(plan.source)
         print_lines(plan.resolved.explain())
         return 0
-    from ezpz_llm.rundir.records import update_record
+    from ezpz_llm.core.rundir.records import update_record
 
     with as_rank(options, f"evaluate-{options.task}") as dist:
         result = run_task(plan, task_plan, dist, options)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base import UserError, print_lines
-from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.core.base import UserError, print_lines
+from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.data.prompts import encode_prompt
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, as_rank, open_model, plan_model
@@ -103,7 +103,7 @@ def _text(tokenizer: Tokenizer, ids: list[int], prompt_length: int) -> str:
 
 
 def _report(plan: ModelPlan, dist: Dist, texts: list[str], options: argparse.Namespace) -> None:
-    from ezpz_llm.rundir.records import update_record
+    from ezpz_llm.core.rundir.records import update_record
 
     for text in texts:
         print_lines("\n".join(f"| {line}" for line in text.split("\n")), end="\n\n")

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from ezpz_llm.base import NoFile, UserError, count_noun, did_you_mean, open_regular, parse_json
-from ezpz_llm.base.records import Whole, as_record
+from ezpz_llm.core.base import NoFile, UserError, count_noun, did_you_mean, open_regular, parse_json
+from ezpz_llm.core.base.records import Whole, as_record
 from ezpz_llm.data.prompts import encode_continuation
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.backends import DEVICES

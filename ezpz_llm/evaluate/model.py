@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.core.rundir.records import RunRecord, read_record
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.hf.source import Source, find_source, with_model_changes
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.rundir.records import RunRecord, read_record
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base import UserError, import_package, print_lines, require_package, user_path
+from ezpz_llm.core.base import UserError, import_package, print_lines, require_package, user_path
+from ezpz_llm.core.rundir.records import Data
 from ezpz_llm.data.document_separator import SeparatorAdvice, document_separator
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
@@ -26,7 +27,6 @@ from ezpz_llm.hf.tokenizer import (
     tokenizer_of,
     tokenizer_warning,
 )
-from ezpz_llm.rundir.records import Data
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -174,8 +174,8 @@ def main(options: argparse.Namespace, world_size: int) -> int:
         import_package(f"lm_eval.{part}", "lm-evaluation-harness", "harness", "evaluate harness")
     import lm_eval
 
+    from ezpz_llm.core.rundir.records import update_record
     from ezpz_llm.dist.setup import setup
-    from ezpz_llm.rundir.records import update_record
 
     dist = setup(device=options.device, run_dir=options.run_dir, name="evaluate-harness")
     try:

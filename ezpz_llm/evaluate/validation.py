@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import IGNORED

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import count_noun, escape_control_characters, print_lines, require_package
-from ezpz_llm.base.command_parser import CommandParser, wrap_paragraph
-from ezpz_llm.base.shell_commands import to_typable_text
+from ezpz_llm.core.base import count_noun, escape_control_characters, print_lines, require_package
+from ezpz_llm.core.base.command_parser import CommandParser, wrap_paragraph
+from ezpz_llm.core.base.shell_commands import to_typable_text
+from ezpz_llm.core.rundir import TRAINING, newest_run, write_file
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.counterfactual import run_counterfactual
 from ezpz_llm.explain.diagnosis import Diagnosis, check_sentences, diagnose
@@ -19,7 +20,6 @@ from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import Table, table_text
 from ezpz_llm.observe.terminal import terminal_width, wants_color
 from ezpz_llm.report.figures import write_figures
-from ezpz_llm.rundir import TRAINING, newest_run, write_file
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, as_type
+from ezpz_llm.core.base import UserError, as_type
+from ezpz_llm.core.rundir import RunDir, read_json, schemas
+from ezpz_llm.core.rundir.layout_record import read_layout_record
+from ezpz_llm.core.rundir.records import Memory as MemoryRecord, read_record
+from ezpz_llm.core.rundir.summary_record import Summary
 from ezpz_llm.explain.causes import (
     Cause,
     is_compile_unavailable,
@@ -26,10 +30,6 @@ from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.layout.memory import bucket_bytes
 from ezpz_llm.observe.history import PHASES, History, read_history, steady_steps
 from ezpz_llm.observe.machine_load import MachineLoad, recorded_load
-from ezpz_llm.rundir import RunDir, read_json, schemas
-from ezpz_llm.rundir.layout_record import read_layout_record
-from ezpz_llm.rundir.records import Memory as MemoryRecord, read_record
-from ezpz_llm.rundir.summary_record import Summary
 
 _TORCH = "torch"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ezpz_llm.base import group_by_key
+from ezpz_llm.core.base import group_by_key
 
 Interval = tuple[float, float]
 """Half-open interval (start, end). Sets of times are sorted lists of disjoint intervals."""

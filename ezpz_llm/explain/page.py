@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ezpz_llm.base import count_noun
-from ezpz_llm.base.shell_commands import to_typable_text
+from ezpz_llm.core.base import count_noun
+from ezpz_llm.core.base.shell_commands import to_typable_text
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.causes import Cause
 from ezpz_llm.explain.diagnosis import Diagnosis, check_sentences

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, group_by_key
+from ezpz_llm.core.base import UserError, group_by_key
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.explain.events import Flight, Interval, intersect, subtract, total, union, within
 from ezpz_llm.explain.trace import BETWEEN, RankTrace, read_trace
-from ezpz_llm.rundir import RunDir
 
 IN_STEP = ("data", "forward", "backward", "exposed_communication", "optimizer", "idle")
 """Parts of a step. "idle" is the rest: on a CPU, Python between phases; on a device, time in which it is idle."""

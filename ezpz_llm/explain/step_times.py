@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ezpz_llm.base import count_noun
+from ezpz_llm.core.base import count_noun
 from ezpz_llm.explain.causes import DATA_ADVICE, Cause
 from ezpz_llm.observe.history import PHASES, History, steady_steps
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ezpz_llm.base import count_noun
+from ezpz_llm.core.base import count_noun
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.explain.diagnosis import Memory

@@ -15,7 +15,8 @@ from pathlib import Path
 from sys import intern
 from typing import Any, TextIO, TypedDict
 
-from ezpz_llm.base import JsonText, UserError, as_type, open_regular, shorten_value, whole_number
+from ezpz_llm.core.base import JsonText, UserError, as_type, open_regular, shorten_value, whole_number
+from ezpz_llm.core.rundir.schemas import TraceNotes
 from ezpz_llm.explain.events import (
     DEVICE_CATEGORIES,
     LAUNCH_CATEGORIES,
@@ -38,7 +39,6 @@ from ezpz_llm.explain.events import (
     union,
 )
 from ezpz_llm.observe.history import PHASES
-from ezpz_llm.rundir.schemas import TraceNotes
 
 _MAX_US = 1e18
 """Limit of times and durations in microseconds. The comparison with it also excludes NaN."""

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from ezpz_llm.base import UserError, as_dataclass
-from ezpz_llm.base.records import Step, Whole, as_record
+from ezpz_llm.core.base import UserError, as_dataclass
+from ezpz_llm.core.base.records import Step, Whole, as_record
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.layout_record import LayoutRecord
+from ezpz_llm.core.rundir.records import Device, RunRecord
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.optimizers import OptimizerName
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.layout_record import LayoutRecord
-from ezpz_llm.rundir.records import Device, RunRecord
 
 
 class Settings(Struct, frozen=True):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import run_command
+from ezpz_llm.core.base import run_command
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_run

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ezpz_llm.base import UserError, as_type
+from ezpz_llm.core.base import UserError, as_type
 from ezpz_llm.model.config import HEAD, TABLE, Mlp, ModelConfig, NormOrder, QKNorm
 from ezpz_llm.model.parameters import parameter_shapes
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.version import __version__
 from ezpz_llm.checkpoint.state import State
 from ezpz_llm.checkpoint.writer import write_tensors
-from ezpz_llm.rundir import write_json
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.version import __version__
+from ezpz_llm.core.rundir import write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, read_json
+from ezpz_llm.core.base import UserError, read_json
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.hf.source import CONFIG, Source, find_source
 from ezpz_llm.hf.tokenizer import entry_of
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import read_record
 
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

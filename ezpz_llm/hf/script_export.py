@@ -11,11 +11,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ezpz_llm.base import join_file_name
 from ezpz_llm.checkpoint.index import BUFFER, Index, Parameter, check_coverage, read_index
 from ezpz_llm.checkpoint.manifest import STATE, damaged_error, read_manifest, shard_name, verify
 from ezpz_llm.checkpoint.script_model import ScriptModel, parameters_of, prefix_of
 from ezpz_llm.checkpoint.state import State
+from ezpz_llm.core.base import join_file_name
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.hf.export_folder import (
     DTYPES,
     Exported,
@@ -30,7 +31,6 @@ from ezpz_llm.hf.source import CONFIG
 from ezpz_llm.hf.weight_files import TensorFiles
 from ezpz_llm.hf.weights import read_box
 from ezpz_llm.model.parameters import whole_box
-from ezpz_llm.rundir import write_json
 
 _GENERATION_CONFIG = "generation_config.json"
 

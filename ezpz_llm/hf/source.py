@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ezpz_llm.base import UserError, nearest_names, print_lines, read_json, untrusted_input, user_path
 from ezpz_llm.checkpoint import DamagedCheckpointError, find
 from ezpz_llm.checkpoint.manifest import STATE
 from ezpz_llm.checkpoint.state import State, read_state
+from ezpz_llm.core.base import UserError, nearest_names, print_lines, read_json, untrusted_input, user_path
 from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.hf.config import ARCHITECTURES, from_hf
 from ezpz_llm.model.config import ModelConfig

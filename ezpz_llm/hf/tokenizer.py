@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.core.base import UserError, user_path
+from ezpz_llm.core.rundir import RunDir, write_json
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry, read_manifest
 from ezpz_llm.data.mixture import find_mixture
@@ -27,8 +29,6 @@ from ezpz_llm.data.tokenizers import (
 )
 from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.rundir import RunDir, write_json
-from ezpz_llm.rundir.records import read_record
 
 
 def entry_of(source: Source) -> TokenizerEntry | None:

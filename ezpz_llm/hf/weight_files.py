@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
-from ezpz_llm.base import UserError, join_file_name, open_regular, read_json
-from ezpz_llm.base.records import as_record
 from ezpz_llm.checkpoint.index import check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import INDEX as CHECKPOINT_INDEX
 from ezpz_llm.checkpoint.script_model import parameters_of
+from ezpz_llm.core.base import UserError, join_file_name, open_regular, read_json
+from ezpz_llm.core.base.records import as_record
 from ezpz_llm.hf.config import StoredTensor, stored_tensors
 from ezpz_llm.hf.source import Source, adapter_error, export_advice
 from ezpz_llm.model.config import HEAD, TABLE, ModelConfig

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError, print_lines
 from ezpz_llm.checkpoint.index import WEIGHT, Parameter, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.checkpoint.reader import fill
+from ezpz_llm.core.base import UserError, print_lines
+from ezpz_llm.core.rundir import write_json
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import raise_together, run_together
 from ezpz_llm.hf.config import StoredTensor, stored_tensors, to_hf
@@ -37,7 +38,6 @@ from ezpz_llm.hf.tokenizer import entry_of, write_tokenizer
 from ezpz_llm.hf.weight_files import HfTensors, NamedTensors, ScriptTensors, TensorFiles, locate_tensors
 from ezpz_llm.model.config import HEAD, TABLE, ModelConfig
 from ezpz_llm.model.parameters import Box, parameter_shapes, size, whole_box
-from ezpz_llm.rundir import write_json
 
 _ROWS_AT_ONCE = 8192
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import UserError, make_private, print_lines, run_command, system_text, version_text
+from ezpz_llm.core.base import UserError, make_private, print_lines, run_command, system_text, version_text
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, remove_incomplete_checkpoints, write_atomic
 from ezpz_llm.launch.option_parsing import Options, help_text, parse, reads_program, run_dir_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.plan_text import details, json_text, opening_lines, summary
@@ -21,11 +22,10 @@ from ezpz_llm.launch.ranks import is_set_by_user
 from ezpz_llm.launch.relay import print_stderr
 from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.launch.start_errors import start_problem
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, remove_incomplete_checkpoints, write_atomic
 
 if TYPE_CHECKING:
+    from ezpz_llm.core.rundir.records import Exit, Launch
     from ezpz_llm.launch.precheck import CheckOutcome
-    from ezpz_llm.rundir.records import Exit, Launch
 
 
 _PRINT_ONLY_COMMANDS = ("ezpz_llm.evaluate", "ezpz_llm.generate")
@@ -103,9 +103,9 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
 
 
 def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: CheckOutcome) -> int:
+    from ezpz_llm.core.rundir.records import update_record
     from ezpz_llm.launch.failures.recorded_exit import exit_record, not_started_record
     from ezpz_llm.launch.supervision import run
-    from ezpz_llm.rundir.records import update_record
 
     if options.explain:
         print_stderr(f"{details(plan)}\n\n{checked.explanation}".rstrip())
@@ -181,7 +181,7 @@ def _check(plan: LaunchPlan) -> CheckOutcome:
 
 def _record_end(plan: LaunchPlan, end: Exit) -> None:
     """Record the end of the run if possible; a failure to write does not change the exit code."""
-    from ezpz_llm.rundir.records import update_record
+    from ezpz_llm.core.rundir.records import update_record
 
     try:
         update_record(plan.run_dir, exit=end)
@@ -253,7 +253,7 @@ def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
 
 
 def _record(plan: LaunchPlan, typed: Sequence[str]) -> Launch:
-    from ezpz_llm.rundir.records import Launch
+    from ezpz_llm.core.rundir.records import Launch
 
     return Launch(
         typed=["launch", *typed],

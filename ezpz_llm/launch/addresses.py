@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, command_line, system_link, system_text
+from ezpz_llm.core.base import UserError, command_line, system_link, system_text
 from ezpz_llm.launch.hostnames import NodeNames, first_label, match_names, normalize
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from ezpz_llm.base import EXIT_IDLE
-from ezpz_llm.rundir import RUN_DIR_VARIABLE
+from ezpz_llm.core.base import EXIT_IDLE
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE
 
 
 def launch_words(options: Sequence[str], command: Sequence[str]) -> list[str]:

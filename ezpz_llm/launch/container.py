@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.core.base import UserError, user_path
 from ezpz_llm.launch.devices import gpu_driver
 from ezpz_llm.launch.dialects.srun_container import IMAGE_OPTIONS, check_mounts, step_options
 from ezpz_llm.launch.sites import ANY_RUNTIME, Site

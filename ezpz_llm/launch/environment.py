@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     SECRET_VARIABLE,
     UserError,
     extensions_dir,
@@ -17,6 +17,7 @@ from ezpz_llm.base import (
     user_path,
     whole_number,
 )
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.launch.addresses import Rendezvous
 from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.devices import MASKS
@@ -45,7 +46,6 @@ from ezpz_llm.launch.variables import (
     TORCHELASTIC_VARIABLE,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 
 RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from ezpz_llm.base import MAX_NODES, UserError, read_text
+from ezpz_llm.core.base import MAX_NODES, UserError, read_text
 from ezpz_llm.launch.hostnames import node_keys
 from ezpz_llm.launch.schedulers.scheduler import Node
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, product
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     MAX_CORES_PER_NODE,
     MAX_HOSTNAME_LENGTH,
     MAX_NODES,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 _DOTTED_NUMBERS = re.compile(r"\d+(\.\d+)+")
 

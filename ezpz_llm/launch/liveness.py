@@ -9,7 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.base import group_by_key, system_text
+from ezpz_llm.core.base import group_by_key, system_text
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import RunRecord
+from ezpz_llm.core.rundir.stop import Stop
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, WRONG_WORLD
 from ezpz_llm.launch.failures.log_patterns import LogMatch, read_messages
@@ -19,9 +22,6 @@ from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeR
 from ezpz_llm.launch.node.processes import marked_processes
 from ezpz_llm.launch.owner import is_launch_running
 from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import RunRecord
-from ezpz_llm.rundir.stop import Stop
 
 _START_S = 60.0
 """Time added to the idle limit until the first report of a rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from ezpz_llm.base import UserError, whole_number
+from ezpz_llm.core.base import UserError, whole_number
 from ezpz_llm.launch.hostnames import is_address
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")

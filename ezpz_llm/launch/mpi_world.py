@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from ezpz_llm.base import system_text
+from ezpz_llm.core.base import system_text
 from ezpz_llm.launch.schedulers import schedulers
 from ezpz_llm.launch.variables import LOCAL_RANK_VARIABLE, TORCHELASTIC_VARIABLE
 

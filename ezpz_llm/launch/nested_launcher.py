@@ -7,9 +7,9 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 
-from ezpz_llm.base import whole_number
+from ezpz_llm.core.base import whole_number
+from ezpz_llm.core.rundir import redact_words
 from ezpz_llm.launch.option_parsing import value_of
-from ezpz_llm.rundir import redact_words
 
 _TORCH = re.compile(r"torchrun|deepspeed|accelerate|torch\.distributed\.(?:run|launch)|deepspeed\.launcher\.\w+"
                     r"|accelerate\.commands\.\w+")

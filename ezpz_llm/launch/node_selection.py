@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.core.base import UserError, count_noun
 from ezpz_llm.launch.hostfile import parse, read
 from ezpz_llm.launch.hostlist import ACCEPTED, expand_hostlist
 from ezpz_llm.launch.hostnames import NodeNames, ambiguous_name_error, match_names, node_keys

@@ -12,7 +12,7 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 
-from ezpz_llm.base import parse_json
+from ezpz_llm.core.base import parse_json
 from ezpz_llm.launch.variables import NODE_VARIABLES_VARIABLE
 
 _INDEX = re.compile(r"-?\d+(\.\d+)?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections import Counter
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError
+from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError
 from ezpz_llm.launch.plan import LaunchPlan
 
 _FILES_OF_A_PROCESS = 28

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     MAX_NODES,
     MAX_RANKS,
     MAX_RANKS_PER_NODE,
@@ -21,8 +21,8 @@ from ezpz_llm.base import (
     user_path,
     whole_number,
 )
-from ezpz_llm.base.command_parser import examples, help_width, typed_name, wrap_paragraph
-from ezpz_llm.base.synonyms import unknown_option_error
+from ezpz_llm.core.base.command_parser import examples, help_width, typed_name, wrap_paragraph
+from ezpz_llm.core.base.synonyms import unknown_option_error
 from ezpz_llm.launch.schedulers import SCHEDULERS as OURS, schedulers, step_launchers
 
 

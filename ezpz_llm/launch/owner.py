@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ezpz_llm.base import Epoch, UserError, as_dataclass, make_private, print_lines, read_json
+from ezpz_llm.core.base import Epoch, UserError, as_dataclass, make_private, print_lines, read_json
+from ezpz_llm.core.rundir import RunDir, locked
 from ezpz_llm.launch.node.processes import is_alive, pid_namespace_id, started_at
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.rundir import RunDir, locked
 
 HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_TIMEOUT_S = 120.0

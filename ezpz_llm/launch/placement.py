@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import overload
 
-from ezpz_llm.base import MAX_RANKS_PER_NODE, UserError, count_noun
+from ezpz_llm.core.base import MAX_RANKS_PER_NODE, UserError, count_noun
 from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Node

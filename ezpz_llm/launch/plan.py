@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun, user_path
+from ezpz_llm.core.base import UserError, count_noun, user_path
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, redact_words, write_atomic
 from ezpz_llm.launch.addresses import (
     Rendezvous,
     domain_notes,
@@ -55,7 +56,6 @@ from ezpz_llm.launch.ranks import is_set_by_user
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, rank_names, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site, find_site
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, redact_words, write_atomic
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from ezpz_llm.base import count_noun
-from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.core.base import count_noun
+from ezpz_llm.core.base.label_rows import align_rows
+from ezpz_llm.core.rundir import redact, redact_words
 from ezpz_llm.launch.dialects.work import DIRECT
 from ezpz_llm.launch.plan import LaunchPlan
-from ezpz_llm.rundir import redact, redact_words
 
 _Row = TypeVar("_Row")
 _Gap = TypeVar("_Gap")

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, print_lines
+from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, print_lines
 from ezpz_llm.launch.check_report import format_places
 from ezpz_llm.launch.start_errors import start_problem
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 
 if TYPE_CHECKING:
+    from ezpz_llm.core.rundir.records import Launch
     from ezpz_llm.launch.option_parsing import Options, Target
     from ezpz_llm.launch.plan import LaunchPlan
-    from ezpz_llm.rundir.records import Launch
 
 PROGRAM = "ezpz_llm.preflight"
 TIMEOUT_S = 120
@@ -100,11 +100,11 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
         record: returns the launch record for run.json, in which the preflight finds the nodes of its ranks.
     """
     # Imported here, since most launches run no preflight.
+    from ezpz_llm.core.rundir.records import update_record
     from ezpz_llm.launch.failures.recorded_exit import not_started_record
     from ezpz_llm.launch.plan import prepare_step
     from ezpz_llm.launch.relay import print_stderr
     from ezpz_llm.launch.supervision import INTERRUPTED, run
-    from ezpz_llm.rundir.records import update_record
 
     step = prepare_step(options, command=(sys.executable, "-m", PROGRAM), tee="0",
                         run_dir=plan.run_dir.preflight.path)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ezpz_llm.base import UserError, as_type, parse_json, shorten_value
+from ezpz_llm.core.base import UserError, as_type, parse_json, shorten_value
 from ezpz_llm.launch.hostlist import expand_counts
 from ezpz_llm.launch.variables import (
     LOCAL_RANK_VARIABLE,

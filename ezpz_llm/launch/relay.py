@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, BinaryIO, cast
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, escape_control_characters
+from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, escape_control_characters
+from ezpz_llm.core.rundir import RunDir, private_opener
 from ezpz_llm.launch.program_output import MarkReader
-from ezpz_llm.rundir import RunDir, private_opener
 
 
 def print_stderr(text: str) -> None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     UserError,
     count_noun,
     data_dir,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from ezpz_llm.base import shorten_value, system_text
+from ezpz_llm.core.base import shorten_value, system_text
 
 _MAX_FIRST_LINE = 256
 """Longest first line that Linux reads to find the interpreter of a script (BINPRM_BUF_SIZE)."""

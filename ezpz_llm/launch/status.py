@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ezpz_llm.base import UserError, parse_json, system_text
+from ezpz_llm.core.base import UserError, parse_json, system_text
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import Launch, read_record
 from ezpz_llm.launch.liveness import Live, RankLife, read_live_state
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import Launch, read_record
 
 _TAIL_BYTES = 1 << 16
 _MAX_LINES = 50

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, count_noun, shorten_value
-from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.core.base import UserError, count_noun, shorten_value
+from ezpz_llm.core.base.shell_commands import to_typable
+from ezpz_llm.core.rundir import hide, secret_values, write_atomic
+from ezpz_llm.core.rundir.stop import Stop
 from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.failures.differences import describe_blocking_rank
 from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of, tail_text
@@ -27,8 +29,6 @@ from ezpz_llm.launch.relay import Relay, is_same_file, print_stderr, print_unles
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.launch.teardown import Teardown
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
-from ezpz_llm.rundir import hide, secret_values, write_atomic
-from ezpz_llm.rundir.stop import Stop
 
 _PEER_GRACE_S = 3.0
 """Time that the peers of a failed rank keep running, so that they can report their own errors."""

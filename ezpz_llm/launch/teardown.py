@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.cleanup import end_marked
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import HeartbeatMonitor
@@ -26,7 +27,6 @@ from ezpz_llm.launch.node.processes import marked_processes
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import warn
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.rundir import RunDir
 
 _POLL_S = 0.1
 _SHORT_GRACE_S = 1.0

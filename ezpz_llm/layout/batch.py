@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base import UserError, count_noun
-from ezpz_llm.rundir.layout_record import Batch
+from ezpz_llm.core.base import UserError, count_noun
+from ezpz_llm.core.rundir.layout_record import Batch
 
 SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
              "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}

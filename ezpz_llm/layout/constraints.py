@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.core.base import UserError, count_noun
 from ezpz_llm.layout.knobs import KNOBS, LayoutCheck, Problem, Repair, Rule, RuleResults
 from ezpz_llm.layout.layout import Layout
 

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from ezpz_llm.base import UserError, installed, tested_range
+from ezpz_llm.core.base import UserError, installed, tested_range
 from ezpz_llm.layout.layout import Layout
 
 _EVERY_LAYOUT = {

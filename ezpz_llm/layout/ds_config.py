@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     UserError,
     data_dir,
     did_you_mean,

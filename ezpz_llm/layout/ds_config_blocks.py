@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base import UserError, unknown_name_error
+from ezpz_llm.core.base import UserError, unknown_name_error
 from ezpz_llm.layout.ds_config import DsConfig, number
 
 ADAM_DEFAULTS: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}

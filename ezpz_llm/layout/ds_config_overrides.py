@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.layout.ds_config import DsConfig, number
 from ezpz_llm.layout.ds_config_blocks import (
     BlockSettings,

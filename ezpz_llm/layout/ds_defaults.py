@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout.ds_config import DsConfig
 from ezpz_llm.layout.layout import Layout

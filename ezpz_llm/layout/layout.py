@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import UserError, as_dataclass, count_noun, unknown_name_error
+from ezpz_llm.core.base import UserError, as_dataclass, count_noun, unknown_name_error
 from ezpz_llm.dist.degrees import AXES, Degrees
 from ezpz_llm.layout.ds_config import OUR_BLOCK, DsConfig, check_our_keys
 from ezpz_llm.layout.ds_config_overrides import translated_degrees

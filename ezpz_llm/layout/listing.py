@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun, data_dir
+from ezpz_llm.core.base import UserError, count_noun, data_dir
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate

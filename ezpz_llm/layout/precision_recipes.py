@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import UserError, installed, unknown_name_error
+from ezpz_llm.core.base import UserError, installed, unknown_name_error
 from ezpz_llm.layout.deepspeed_versions import accumulates_bf16_in_fp32
 from ezpz_llm.layout.layout import Layout
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.layout.constraints import validate
 from ezpz_llm.layout.knobs import LayoutCheck
 from ezpz_llm.layout.layout import Layout, ZeroOptions

@@ -10,8 +10,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base import UserError, data_dir, unknown_name_error
-from ezpz_llm.base.records import as_plain
+from ezpz_llm.core.base import UserError, data_dir, unknown_name_error
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import RunDir, SideFiles
+from ezpz_llm.core.rundir.layout_record import LayoutRecord
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_defaults
 from ezpz_llm.layout.batch import Batch, solve_batch
@@ -38,8 +40,6 @@ from ezpz_llm.layout.precision_recipes import (
 from ezpz_llm.layout.suggestions import validate_or_suggest
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, NOT_FROM_USER, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.rundir import RunDir, SideFiles
-from ezpz_llm.rundir.layout_record import LayoutRecord
 
 DEFAULT_MICRO_BATCH = 4
 

@@ -14,7 +14,7 @@ from functools import cache, partial
 from itertools import islice
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate
 from ezpz_llm.layout.knobs import KNOBS, LayoutCheck, Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ezpz_llm.rundir.value_source_record import Source, Sources
+from ezpz_llm.core.rundir.value_source_record import Source, Sources
 
 
 class Origin(Enum):

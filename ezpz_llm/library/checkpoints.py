@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.records import as_plain
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.dist.agreement import broadcast, run_together
 from ezpz_llm.library.run import current
 from ezpz_llm.library.script_models import ScriptModels, access_of

@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.private_names import tree_leaves, tree_map
 
 Groups = tuple[ProcessGroup | None, ...]

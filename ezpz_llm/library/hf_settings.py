@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ezpz_llm.base import UserError, parse_json, shorten_value
+from ezpz_llm.core.base import UserError, parse_json, shorten_value
 
 _MAY_CHANGE = {
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.variables import EVALUATING, TRAINING
 from ezpz_llm.library.run import Run, is_current, setup
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 
 def leaves(loss: Tensor) -> list[Tensor]:

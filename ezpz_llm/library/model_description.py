@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ezpz_llm.base import UserError, parse_json
 from ezpz_llm.checkpoint.script_model import ScriptModel
+from ezpz_llm.core.base import UserError, parse_json
 
 _EXTRA_STATE = "_extra_state"
 """Last component of the state_dict key for a module's extra state (torch/nn/modules/module.py)."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 
 class WholeState:

@@ -11,7 +11,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.library.callers import is_called_by_script
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, set[nn.Parameter]] = weakref.WeakKeyDictionary()

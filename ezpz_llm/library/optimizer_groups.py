@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.private_names import step_hooks
 
 _PART = "ezpz_part"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 _ELEMENTS = 6144
 """Approximate number of elements of a trial tensor. bitsandbytes keeps fp32 state below 4096 elements."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.engine.base import MicroStepEngine
 
 

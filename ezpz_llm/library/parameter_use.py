@@ -11,7 +11,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.mesh import Mesh
 
 

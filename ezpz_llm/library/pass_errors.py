@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 _OF_FREED_VALUES = ("storage of size 0", "tensor a (0)", "tensor b (0)", "must be a matrix", "once_differentiable")
 """Parts of torch's errors for a second pass through parameters that fully_shard or ZeRO-3 has freed."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import MAX_STEPS, UserError, shorten_value
-from ezpz_llm.base.schema import MAX_INTEGER
+from ezpz_llm.core.base import MAX_STEPS, UserError, shorten_value
+from ezpz_llm.core.base.schema import MAX_INTEGER
 from ezpz_llm.observe.history import ON_EACH_LINE
 
 _WHERE = "ezpz_llm.record"

@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_llm.base import UserError, shorten_value
+from ezpz_llm.core.base import UserError, shorten_value
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.model.parameters import placement_of, whole_box
 

@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError, exit_after_uncaught_exception, unknown_name_error
+from ezpz_llm.core.base import UserError, exit_after_uncaught_exception, unknown_name_error
+from ezpz_llm.core.rundir.records import read_record
+from ezpz_llm.core.rundir.summary_record import Straggler
 from ezpz_llm.dist import Dist, Heartbeat, Mesh
 from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.dist.setup import setup as set_up_rank
@@ -38,8 +40,6 @@ from ezpz_llm.observe import (
 from ezpz_llm.observe.history import PHASES, History, rename_old_metrics, steady_steps, whole_history
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
-from ezpz_llm.rundir.records import read_record
-from ezpz_llm.rundir.summary_record import Straggler
 
 _PHASES_BETWEEN_STEPS = {"evaluation": EVALUATING, "checkpoints": SAVING}
 """Phases between steps, which are not part of step times, and the heartbeat phase for each."""

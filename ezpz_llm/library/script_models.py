@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.index import WEIGHT, Index
 from ezpz_llm.checkpoint.reader import Loaded, load_newest
 from ezpz_llm.checkpoint.saver import save
 from ezpz_llm.checkpoint.script_model import prefix_of
 from ezpz_llm.checkpoint.state import Progress, State
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.optimizer_state import Access, EngineState, Slice
 from ezpz_llm.layout.layout import Layout
@@ -24,7 +25,6 @@ from ezpz_llm.library.hf_settings import check_hf_settings, hf_settings
 from ezpz_llm.library.model_description import describe_model
 from ezpz_llm.library.script_state import Numbers, ScriptState
 from ezpz_llm.library.wrapped import Wrapped
-from ezpz_llm.rundir import RunDir
 
 
 class ScriptModels:

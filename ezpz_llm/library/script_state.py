@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.engine.optimizer_state import EngineState, groups_of

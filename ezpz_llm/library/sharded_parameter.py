@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.private_names import plain_functions
 from ezpz_llm.library.callers import is_called_by_script
 from ezpz_llm.model.parameters import placement_of, whole_box

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, shorten_value
-from ezpz_llm.base.schema import MAX_INTEGER
+from ezpz_llm.core.base import UserError, shorten_value
+from ezpz_llm.core.base.schema import MAX_INTEGER
 
 MAX_BYTES = 64 << 20
 """Maximum size of the JSON text of all values."""

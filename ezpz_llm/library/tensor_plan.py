@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.model.parameters import Placement, set_placement, whole_box
 from ezpz_llm.model.tensor_parallel import RowParallelLinear, Share
 from ezpz_llm.model.tp_collectives import copy_to_tp_region, summed

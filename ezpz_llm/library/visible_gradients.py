@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.library.gradient_handle import GradientHandle, Groups

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.private_names import default_store
 from ezpz_llm.engine.base import MicroStepEngine

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.engine import running_statistics
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.library.call_order import CallOrder

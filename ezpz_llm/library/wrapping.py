@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import put_in_engine
 from ezpz_llm.engine.precision import parameter_dtype

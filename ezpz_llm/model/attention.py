@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import MAX_IDS, UserError, shorten_value, unknown_name_error
+from ezpz_llm.core.base import MAX_IDS, UserError, shorten_value, unknown_name_error
 
 Norm = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rope"]

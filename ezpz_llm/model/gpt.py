@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.model.attention_kernels import blockwise_attention, is_blockwise
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.document_mask import loss_mask

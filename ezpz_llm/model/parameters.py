@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.model.config import AFTER, BEFORE, BLOCK, ModelConfig, Parameter
 
 Box = tuple[tuple[int, int], ...]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.model.config import AFTER, BEFORE, BLOCK, ModelConfig
 from ezpz_llm.model.parameters import count
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.model.config import ModelConfig, Parameter, TpRule
 from ezpz_llm.model.embedding import Columns, local_rows, lookup

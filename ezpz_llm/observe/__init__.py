@@ -5,7 +5,7 @@ Modules that need torch are imported on first access, so that tables and plots l
 
 from __future__ import annotations
 
-from ezpz_llm.base import lazy_names
+from ezpz_llm.core.base import lazy_names
 
 _MODULES = {
     "metrics": ("PHASES", "MetricsLog", "StepTimeline", "StepTimes", "WallClock"),

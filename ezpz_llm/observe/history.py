@@ -13,9 +13,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
-from ezpz_llm.base import UserError, as_type, shorten_value
-from ezpz_llm.rundir import RunDir, SideFiles, read_lines, write_atomic
-from ezpz_llm.rundir.summary_record import Spread
+from ezpz_llm.core.base import UserError, as_type, shorten_value
+from ezpz_llm.core.rundir import RunDir, SideFiles, read_lines, write_atomic
+from ezpz_llm.core.rundir.summary_record import Spread
 
 Rows = TypeVar("Rows", "list[Any]", "array[Any]", "Sequence[Any]", "History")
 

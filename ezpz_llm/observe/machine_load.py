@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ezpz_llm.rundir.records import Load, RunRecord
+from ezpz_llm.core.rundir.records import Load, RunRecord
 
 _BUSY = 1.5
 """Load average per CPU above which other programs probably slow down a run. A run alone on its node has 1."""

@@ -28,14 +28,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ezpz_llm.base import print_lines
+from ezpz_llm.core.base import print_lines
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.summary_record import Bubble, Straggler
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather_number, all_reduce
 from ezpz_llm.observe.history import OTHER, PHASES, check_no_history, is_finite, steady_steps, trim_history
 from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.trackers import Tracking
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.summary_record import Bubble, Straggler
 
 _LEFT_OUT = "left out"
 

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from ezpz_llm.base import installed
+from ezpz_llm.core.base import installed
+from ezpz_llm.core.rundir import redact
+from ezpz_llm.core.rundir.records import Device, Environment
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather, all_gather_number
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import device_memory, synchronize
 from ezpz_llm.observe.machine_load import load_now
-from ezpz_llm.rundir import redact
-from ezpz_llm.rundir.records import Device, Environment
 
 _PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 

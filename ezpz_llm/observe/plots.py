@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ezpz_llm.core.rundir import RunDir, SideFiles
 from ezpz_llm.observe.history import History, read_history, steady_steps
 from ezpz_llm.observe.terminal import DEFAULT_WIDTH, terminal_width, wants_ascii
-from ezpz_llm.rundir import RunDir, SideFiles
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks that distinguish curves without color."""

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ezpz_llm.core.rundir import RunDir, SideFiles
 from ezpz_llm.observe.profile_windows import Window
-from ezpz_llm.rundir import RunDir, SideFiles
 
 _PACKAGES = ("torch", "deepspeed", "ezpz_llm")
 OTHER = "other"

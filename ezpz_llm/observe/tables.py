@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.base import apportion, escape_control_characters
+from ezpz_llm.core.base import apportion, escape_control_characters
 from ezpz_llm.observe.terminal import terminal_width, wants_ascii
 
 _TABLE_WIDTH = 100

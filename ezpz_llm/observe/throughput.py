@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.core.base.label_rows import align_rows
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.summary_record import Bubble, Rates, Spread, Straggler, Summary
 from ezpz_llm.launch.variables import LIVE_LINE
 from ezpz_llm.observe.history import (
     OTHER,
@@ -26,8 +28,6 @@ from ezpz_llm.observe.history import (
 )
 from ezpz_llm.observe.tables import percentages, table, table_text, wall_table
 from ezpz_llm.observe.terminal import can_redraw, terminal_width
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.summary_record import Bubble, Rates, Spread, Straggler, Summary
 
 if TYPE_CHECKING:
     from ezpz_llm.observe.peaks import Ceiling, Peak

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import group_by_key, read_json
+from ezpz_llm.core.base import group_by_key, read_json
 
 _FOLDER = Path(__file__).resolve().parent
 

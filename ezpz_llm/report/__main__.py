@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, escape_control_characters, print_lines, require_package, run_command
-from ezpz_llm.base.command_parser import CommandParser
+from ezpz_llm.core.base import UserError, escape_control_characters, print_lines, require_package, run_command
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.rundir import WITH_STEPS, newest_run, write_file
 from ezpz_llm.observe.history import steady_steps
 from ezpz_llm.observe.plots import COLORS, LETTERS, POINTS, Curve, curves_plot
 from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width, wants_color
 from ezpz_llm.report.runs import RESULTS, Run, comparison_sentence, differences, load_runs, remarks, result_row
-from ezpz_llm.rundir import WITH_STEPS, newest_run, write_file
 
 _IF_NO_RUN = "ezpz-llm report RUN_DIR; ezpz-llm why shows how a run without steps ended"
 _MAX_VALUE_LENGTH = 31  # characters of a setting's value

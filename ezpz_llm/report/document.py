@@ -7,7 +7,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 
-from ezpz_llm.base import escape_control_characters
+from ezpz_llm.core.base import escape_control_characters
 from ezpz_llm.observe.tables import Table
 from ezpz_llm.report.figures import COLUMN, PAGE, Figure, render
 

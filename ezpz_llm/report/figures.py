@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import cache_dir, escape_control_characters, import_package
-from ezpz_llm.rundir import write_file
+from ezpz_llm.core.base import cache_dir, escape_control_characters, import_package
+from ezpz_llm.core.rundir import write_file
 
 COLUMN, PAGE = 3.35, 6.9
 """Width in inches of a column, and of the full page, in a two-column layout."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import UserError, print_lines, require_package
+from ezpz_llm.core.base import UserError, print_lines, require_package
+from ezpz_llm.core.rundir import RunDir, redact_words, write_atomic
+from ezpz_llm.core.rundir.records import Launch
 from ezpz_llm.observe.history import History, steady_steps
 from ezpz_llm.observe.plots import downsample
 from ezpz_llm.observe.tables import Table
@@ -30,8 +32,6 @@ from ezpz_llm.report.runs import (
     run_of,
     setting_row,
 )
-from ezpz_llm.rundir import RunDir, redact_words, write_atomic
-from ezpz_llm.rundir.records import Launch
 
 _POINTS = 300
 """Maximum number of points of a curve."""

@@ -13,13 +13,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.core.base import UserError, count_noun
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.layout_record import LayoutRecord, read_layout_record
+from ezpz_llm.core.rundir.records import Data, Environment, Exit, Launch, RunRecord, read_record
 from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady_steps
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.observe.trackers.tracker import flatten_settings
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.layout_record import LayoutRecord, read_layout_record
-from ezpz_llm.rundir.records import Data, Environment, Exit, Launch, RunRecord, read_record
 
 _SILENT_AFTER_S = 600.0
 """A run without new lines is shown as running for this time plus three times the duration of the last log interval.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ezpz_llm.base import UserError, count_noun, print_lines, user_path
-from ezpz_llm.base.shell_commands import to_typable
-from ezpz_llm.rundir import default_run_dir
+from ezpz_llm.core.base import UserError, count_noun, print_lines, user_path
+from ezpz_llm.core.base.shell_commands import to_typable
+from ezpz_llm.core.rundir import default_run_dir
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.options import Options, help_text, parse
 from ezpz_llm.scaling.planning import plan_study

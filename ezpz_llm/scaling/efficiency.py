@@ -22,7 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from ezpz_llm.base import group_by_key
+from ezpz_llm.core.base import group_by_key
 from ezpz_llm.observe.history import Spread, is_finite, spread
 from ezpz_llm.scaling.study import SPLIT, Mode, Repeat
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base import UserError, group_by_key
+from ezpz_llm.core.base import UserError, group_by_key
 from ezpz_llm.scaling.efficiency import Curve, Measured, curves_of, points_of
 from ezpz_llm.scaling.fit import MAX_EXTRAPOLATION, Extrapolation, Fit, extrapolate, fit_curve
 from ezpz_llm.scaling.study import Provenance, provenance_of, read_repeats, read_study

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.scaling.efficiency import Curve
 
 FORMULA = "t(n) = single/n + limit (n-1)/n + doubling log2 n"

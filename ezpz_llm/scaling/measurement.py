@@ -12,13 +12,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ezpz_llm.base import UserError, open_regular, print_lines
+from ezpz_llm.core.base import UserError, open_regular, print_lines
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.layout_record import read_layout_record
+from ezpz_llm.core.rundir.records import Environment, Launch, Memory, RunRecord, read_record
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import is_finite, steady_steps
 from ezpz_llm.observe.profile_windows import trace_window
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.layout_record import read_layout_record
-from ezpz_llm.rundir.records import Environment, Launch, Memory, RunRecord, read_record
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Point, Repeat, run_dir_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import MAX_RANKS, MAX_REPEATS, UserError
-from ezpz_llm.base.command_parser import examples, typed_name, wrap_paragraph
+from ezpz_llm.core.base import MAX_RANKS, MAX_REPEATS, UserError
+from ezpz_llm.core.base.command_parser import examples, typed_name, wrap_paragraph
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,

@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from ezpz_llm.core.rundir import redact_words
 from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.report.document import Part, page
 from ezpz_llm.report.figures import COLORS, MARKERS, Figure, Panel, bars_figure, name_text
-from ezpz_llm.rundir import redact_words
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured, Unit, shared_unit
 from ezpz_llm.scaling.findings import Findings
 from ezpz_llm.scaling.study import Provenance

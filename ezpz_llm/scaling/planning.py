@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.base import UserError, count_noun, parse_json
-from ezpz_llm.base.records import as_record
+from ezpz_llm.core.base import UserError, count_noun, parse_json
+from ezpz_llm.core.base.records import as_record
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, has_secret
 from ezpz_llm.launch.check_report import CheckReport
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, remove_options, value_of
@@ -22,7 +23,6 @@ from ezpz_llm.launch.precheck import run_check
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.layout.batch import option_of
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, has_secret
 from ezpz_llm.scaling.measurement import MIN_STEPS, measured_steps
 from ezpz_llm.scaling.options import Options, is_own_script
 from ezpz_llm.scaling.study import Mode, Point, Study

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     MAX_NODES,
     MAX_REPEATS,
     MAX_SECONDS,
@@ -26,7 +26,7 @@ from ezpz_llm.base import (
     read_json,
     read_own,
 )
-from ezpz_llm.base.records import (
+from ezpz_llm.core.base.records import (
     Bytes,
     Count,
     FileName,
@@ -40,8 +40,8 @@ from ezpz_llm.base.records import (
     as_plain,
     as_record,
 )
-from ezpz_llm.rundir import RunDir, append_line, locked, read_lines, without_secrets, write_json
-from ezpz_llm.rundir.records import Environment, Launch, read_record
+from ezpz_llm.core.rundir import RunDir, append_line, locked, read_lines, without_secrets, write_json
+from ezpz_llm.core.rundir.records import Environment, Launch, read_record
 
 _VERSION = 1
 _MAX_RUNS = 100_000

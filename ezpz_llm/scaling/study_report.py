@@ -12,13 +12,13 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from ezpz_llm.base import UserError, escape_control_characters, print_lines, require_package
-from ezpz_llm.base.command_parser import CommandParser, typed_name
-from ezpz_llm.base.records import as_plain
+from ezpz_llm.core.base import UserError, escape_control_characters, print_lines, require_package
+from ezpz_llm.core.base.command_parser import CommandParser, typed_name
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import write_file
 from ezpz_llm.observe.plots import COLORS, LETTERS, Curve as PlotCurve, curves_plot
 from ezpz_llm.observe.tables import table, table_text
 from ezpz_llm.observe.terminal import terminal_width, wants_color
-from ezpz_llm.rundir import write_file
 from ezpz_llm.scaling.compare import compare, comparison_tables
 from ezpz_llm.scaling.efficiency import Curve, shared_unit
 from ezpz_llm.scaling.findings import Findings, find

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.scaling.efficiency import MAX_DISAGREEMENT, Curve, Measured
 
 _MEMORY_RATIO = 0.9

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.base import count_noun
-from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.core.base import count_noun
+from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio

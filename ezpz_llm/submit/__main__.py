@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ezpz_llm.base import EXIT_USAGE, count_noun, print_lines, run_command
+from ezpz_llm.core.base import EXIT_USAGE, count_noun, print_lines, run_command
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, write_atomic
+from ezpz_llm.core.rundir.records import Launch, Submission, read_record, update_record
 from ezpz_llm.launch.precheck import check_command
 from ezpz_llm.launch.schedulers.scheduler import clock
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, write_atomic
-from ezpz_llm.rundir.records import Launch, Submission, read_record, update_record
 from ezpz_llm.submit.job import Job, plan_job, write_script
 from ezpz_llm.submit.options import help_text, parse
 from ezpz_llm.submit.script import RejectedError, queue_chain, remove_job_variables

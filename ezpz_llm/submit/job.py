@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.core.base import UserError, user_path
+from ezpz_llm.core.rundir import RunDir, default_run_dir, has_secret, redact_words
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import Target, read_command, remove_options, run_dir_of
@@ -20,7 +21,6 @@ from ezpz_llm.launch.schedulers import batch_schedulers, local, schedulers
 from ezpz_llm.launch.schedulers.scheduler import Allocation, BatchScheduler, Node, Request
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.variables import SITE_VARIABLE
-from ezpz_llm.rundir import RunDir, default_run_dir, has_secret, redact_words
 from ezpz_llm.submit.options import Options
 from ezpz_llm.submit.queues import choose_queue
 from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, request_lines

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base import MAX_NODES, MAX_REPEATS, MAX_SECONDS, UserError
-from ezpz_llm.base.command_parser import examples, typed_name, wrap_paragraph
-from ezpz_llm.base.schema import MAX_RANKS_PER_NODE
+from ezpz_llm.core.base import MAX_NODES, MAX_REPEATS, MAX_SECONDS, UserError
+from ezpz_llm.core.base.command_parser import examples, typed_name, wrap_paragraph
+from ezpz_llm.core.base.schema import MAX_RANKS_PER_NODE
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,

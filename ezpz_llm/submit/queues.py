@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.core.base import UserError, count_noun
 from ezpz_llm.launch.schedulers.scheduler import clock_with_days
 from ezpz_llm.launch.sites import Limit, Site
 

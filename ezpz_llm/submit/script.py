@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import SECRET_VARIABLE, UserError, data_dir, print_lines
+from ezpz_llm.core.base import SECRET_VARIABLE, UserError, data_dir, print_lines
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, hide, redact, secret_values
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.launch.schedulers.scheduler import BatchScheduler
@@ -27,7 +28,6 @@ from ezpz_llm.launch.variables import (
     TORCHS_OWN,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, hide, redact, secret_values
 
 _HEADING = re.compile(r"^# ---- (\w+).*\n", re.MULTILINE)
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 
-from ezpz_llm.base import system_text
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import Exit, Launch, Submission, read_record
+from ezpz_llm.core.base import system_text
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import Exit, Launch, Submission, read_record
 
 _MAX_NAME_BYTES = 256
 _SIGNAL_OFFSET = 128

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from ezpz_llm.base import group_by_key
+from ezpz_llm.core.base import group_by_key
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather
 from ezpz_llm.dist.device import synchronize

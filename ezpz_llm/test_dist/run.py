@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.base import count_noun, print_lines
 from ezpz_llm.check.findings import findings_text, is_fit, verdict
+from ezpz_llm.core.base import count_noun, print_lines
+from ezpz_llm.core.rundir import RunDir, append_line, write_atomic
+from ezpz_llm.core.rundir.records import Environment, Finding, SmokeTest, update_record
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
 from ezpz_llm.dist.seeds import seed_for
@@ -31,8 +33,6 @@ from ezpz_llm.observe import PythonProfile, StepTimeline, profile_window, run_en
 from ezpz_llm.observe.history import spread
 from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width
-from ezpz_llm.rundir import RunDir, append_line, write_atomic
-from ezpz_llm.rundir.records import Environment, Finding, SmokeTest, update_record
 from ezpz_llm.test_dist.options import reject_used_directory
 from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
 

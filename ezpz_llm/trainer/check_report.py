@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun
+from ezpz_llm.core.base import UserError, count_noun
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.layout.layout import Places, rank_map, tp_crossing_warning
 from ezpz_llm.layout.memory import memory_per_rank, total
 from ezpz_llm.layout.value_source import Origin, ValueSource
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, RunConfig
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run

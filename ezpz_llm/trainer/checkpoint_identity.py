@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.state import State
+from ezpz_llm.core.base import UserError
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import describe
 from ezpz_llm.model.config import ModelConfig, differing_settings

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ezpz_llm.base import UserError, print_lines
-from ezpz_llm.base.memory_groups import usable_memory
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.state import read_state
+from ezpz_llm.core.base import UserError, print_lines
+from ezpz_llm.core.base.memory_groups import usable_memory
 from ezpz_llm.launch.addresses import is_local_address
 from ezpz_llm.launch.check_report import CheckReport, read_places
 from ezpz_llm.launch.devices import has_no_accelerator

@@ -6,7 +6,7 @@ import os
 import shutil
 from importlib.util import find_spec
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.value_source import Origin, ValueSource
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-from ezpz_llm.base import count_noun
-from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.core.base import count_noun
+from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist
 from ezpz_llm.layout.optimizers import OPTIMIZERS

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ezpz_llm.base import count_noun
+from ezpz_llm.core.base import count_noun
+from ezpz_llm.core.rundir.layout_record import Batch
 from ezpz_llm.engine.precision import matmul_dtype
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, unsharded_bytes
 from ezpz_llm.layout.resolve import Resolved
@@ -14,7 +15,6 @@ from ezpz_llm.layout.value_source import COMMAND_LINE, Origin
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import most_logits_on
 from ezpz_llm.model.loss_chunk import choose_chunk
-from ezpz_llm.rundir.layout_record import Batch
 from ezpz_llm.trainer.plan import RunPlan
 
 _SHORTEST = 64

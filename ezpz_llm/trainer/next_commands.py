@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.shell_commands import to_typable
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.data.tokenizers import Tokenizer
 from ezpz_llm.launch.node.messages import read_stop_order
 from ezpz_llm.launch.option_parsing import program_file, read_command

@@ -7,9 +7,10 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from ezpz_llm.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range, UserError, shorten_value, user_path
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.state import read_state
+from ezpz_llm.core.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range, UserError, shorten_value, user_path
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.document_separator import SeparatorAdvice
 from ezpz_llm.data.manifest import read_manifest
@@ -28,7 +29,6 @@ from ezpz_llm.layout.value_source import DEFAULT, NOT_FROM_USER, Origin, ValueSo
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, differing_settings, get_model_config
 from ezpz_llm.observe.trackers import parse_trackers
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.trainer.checkpoint_identity import check_identity
 from ezpz_llm.trainer.compile_choice import check_compiler, choose_compile
 from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, RunConfig, TrainConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ezpz_llm.base import user_path
+from ezpz_llm.core.base import user_path
 from ezpz_llm.data.mixture import absolute_corpus
 from ezpz_llm.data.tokenizers import TOKENIZERS
 from ezpz_llm.layout.ds_config import names

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, is_own, shorten_value, user_path
 from ezpz_llm.checkpoint.retention import find, has_checkpoint
 from ezpz_llm.checkpoint.state import read_state
+from ezpz_llm.core.base import UserError, is_own, shorten_value, user_path
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.core.rundir.layout_record import read_layout_record
+from ezpz_llm.core.rundir.records import RunRecord, read_record
 from ezpz_llm.hf.source import find_checkpoint
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import DEFAULT, FROM_DS_CONFIG, Origin, ValueSource, read_sources
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.rundir.layout_record import read_layout_record
-from ezpz_llm.rundir.records import RunRecord, read_record
 from ezpz_llm.trainer.checkpoint_identity import check_origin
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import Options

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import shorten_value
+from ezpz_llm.core.base import shorten_value
+from ezpz_llm.core.rundir.layout_record import LayoutRecord, read_layout_record
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.layout.batch import option_of
-from ezpz_llm.rundir.layout_record import LayoutRecord, read_layout_record
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.plan import RANGES, RunPlan
 from ezpz_llm.trainer.resume import run_of
 from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 
-from ezpz_llm.base import UserError, user_path
 from ezpz_llm.checkpoint.state import State
+from ezpz_llm.core.base import UserError, user_path
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import Data, RunRecord
 from ezpz_llm.data.corpora import CORPORA
 from ezpz_llm.data.mixture import canonical_corpus, find_mixture
 from ezpz_llm.data.prepare import find_prepared
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import choose_tokenizer, describe
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import Data, RunRecord
 from ezpz_llm.trainer.options import Options
 
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base import print_lines
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.checkpoint.state import State
-from ezpz_llm.rundir.records import Rollback, read_record, update_record
+from ezpz_llm.core.base import print_lines
+from ezpz_llm.core.rundir.records import Rollback, read_record, update_record
 from ezpz_llm.trainer.checkpoint_identity import check_identity
 from ezpz_llm.trainer.checkpoint_saves import finish_save
 from ezpz_llm.trainer.session import Session, Stop

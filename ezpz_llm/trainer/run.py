@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base import print_lines
 from ezpz_llm.checkpoint.retention import Keep
 from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.checkpoint.state import State
+from ezpz_llm.core.base import print_lines
+from ezpz_llm.core.rundir import ignore_print_errors
 from ezpz_llm.data.document_separator import document_separator
 from ezpz_llm.data.samples import ReadAhead, ValidationWindows
 from ezpz_llm.data.shards import TokenData
@@ -37,7 +38,6 @@ from ezpz_llm.model.loss import configure_head
 from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking, WallClock
 from ezpz_llm.observe.history import rename_old_metrics
 from ezpz_llm.observe.trackers import parse_trackers
-from ezpz_llm.rundir import ignore_print_errors
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.callbacks.callback_checks import check_callbacks
 from ezpz_llm.trainer.callbacks.callback_order import ordered_callbacks

@@ -8,10 +8,11 @@ from dataclasses import asdict, replace
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ezpz_llm.base import count_noun, print_lines
-from ezpz_llm.base.label_rows import align_rows
-from ezpz_llm.base.memory_groups import usable_memory
-from ezpz_llm.base.records import as_plain
+from ezpz_llm.core.base import count_noun, print_lines
+from ezpz_llm.core.base.label_rows import align_rows
+from ezpz_llm.core.base.memory_groups import usable_memory
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir.records import Data
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import reading_notes
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
@@ -28,7 +29,6 @@ from ezpz_llm.model.loss import configure_head
 from ezpz_llm.model.parameters import FlopCount, flops_per_token, parameter_count, product_flops_per_token
 from ezpz_llm.observe import StepWork, measure_ceiling, peak_flops, run_environment, terminal_width
 from ezpz_llm.observe.throughput import format_number
-from ezpz_llm.rundir.records import Data
 from ezpz_llm.trainer.check_report import setting_warnings, settings_by_source, was_checked_by_launch
 from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
 from ezpz_llm.trainer.memory_estimate import memory_warning

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ezpz_llm.base import print_lines
+from ezpz_llm.core.base import print_lines
+from ezpz_llm.core.rundir.summary_record import Bubble, Straggler
 from ezpz_llm.launch.variables import ENDING
 from ezpz_llm.observe import (
     PythonProfile,
@@ -17,7 +18,6 @@ from ezpz_llm.observe import (
 from ezpz_llm.observe.history import whole_history
 from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.run_page import write_own_page
-from ezpz_llm.rundir.summary_record import Bubble, Straggler
 from ezpz_llm.trainer.callbacks.memory_watch import MemoryWatch, memory_table
 from ezpz_llm.trainer.callbacks.profiles import StepProfile
 from ezpz_llm.trainer.callbacks.selfcheck import SelfChecks

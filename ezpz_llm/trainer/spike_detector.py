@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ezpz_llm.base.records import Whole
+from ezpz_llm.core.base.records import Whole
 from ezpz_llm.trainer.config import TrainConfig
 
 _WINDOW = 128

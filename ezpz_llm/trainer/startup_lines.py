@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ezpz_llm.base import print_lines
+from ezpz_llm.core.base import print_lines
 from ezpz_llm.observe.throughput import format_duration
 
 _FIRST_S, _EVERY_S = 30.0, 60.0

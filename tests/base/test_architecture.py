@@ -1,5 +1,5 @@
 """Rules for all packages: import order (docs/reference/architecture.md), no import cycles, parsing only in
-`ezpz_llm.base.untrusted_input`, private names of other libraries, and files that ruff checks."""
+`ezpz_llm.core.base.untrusted_input`, private names of other libraries, and files that ruff checks."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_no_other_module_parses():
     violations = {f"{path.relative_to(PACKAGE)}:{line}": name
                   for path in PACKAGE.rglob("*.py") if path != PARSING_MODULE
                   for line, name in parsers_in(path.read_text())}
-    assert not violations, "use ezpz_llm.base.untrusted_input"
+    assert not violations, "use ezpz_llm.core.base.untrusted_input"
 
 
 @pytest.mark.parametrize("text", ["import json\njson.loads('1')", "from json import load", "import tomllib",

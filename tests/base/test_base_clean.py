@@ -11,10 +11,10 @@ import pytest
 from launch_runs import clean_env, launch
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError, escape_control_characters
+from ezpz_llm.core.base.errors import UserError, escape_control_characters
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.relay import print_stderr
 from ezpz_llm.observe.tables import table
-from ezpz_llm.rundir import RunDir
 
 EVIL = "\x1b]0;PWNED\x07\x1b[31mevil\x9b2J\r\x08\u202e"
 

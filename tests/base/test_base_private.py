@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.private_folders import (
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.private_folders import (
     SECRET_VARIABLE,
     NotPrivate,
     derive_key,

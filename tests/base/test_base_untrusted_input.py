@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 import pytest
 
-from ezpz_llm.base import untrusted_input
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import Range, as_dataclass, as_type
+from ezpz_llm.core.base import untrusted_input
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.schema import Range, as_dataclass, as_type
+from ezpz_llm.core.rundir.files import hash_file
 from ezpz_llm.explain.trace import load_trace
-from ezpz_llm.rundir.files import hash_file
 
 DEEP = 100_000
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm import base
-from ezpz_llm.base import count_noun
-from ezpz_llm.base.errors import EXIT_USAGE, UserError, did_you_mean, run_command, unknown_name_error
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.core import base
+from ezpz_llm.core.base import count_noun
+from ezpz_llm.core.base.errors import EXIT_USAGE, UserError, did_you_mean, run_command, unknown_name_error
+from ezpz_llm.core.base.package_data import user_path
 from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.tokenizers import choose_tokenizer
@@ -50,7 +50,7 @@ def test_bugs_keep_their_traceback():
 
 
 def test_closed_pipe_is_not_an_error():
-    code = ("import sys; from ezpz_llm.base.errors import run_command\n"
+    code = ("import sys; from ezpz_llm.core.base.errors import run_command\n"
             "def main(argv):\n    [print('x' * 1000) for _ in range(10000)]\n"
             "sys.exit(run_command(main, []))")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -61,7 +61,7 @@ def test_closed_pipe_is_not_an_error():
 
 
 def test_removed_working_directory_is_reported(tmp_path):
-    code = ("import os, pathlib, sys; from ezpz_llm.base.errors import run_command\n"
+    code = ("import os, pathlib, sys; from ezpz_llm.core.base.errors import run_command\n"
             "os.rmdir(os.getcwd())\nsys.exit(run_command(lambda argv: print(pathlib.Path('x').absolute()), []))")
     (tmp_path / "gone").mkdir()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True,
@@ -70,7 +70,7 @@ def test_removed_working_directory_is_reported(tmp_path):
 
 
 def test_any_text_can_be_printed_in_any_locale():
-    code = ("import sys; from ezpz_llm.base.errors import run_command\n"
+    code = ("import sys; from ezpz_llm.core.base.errors import run_command\n"
             "sys.exit(run_command(lambda argv: print('\\xfc\\u2192'), []))")
     done = subprocess.run([sys.executable, "-c", code], env={"LC_ALL": "C", "PYTHONUTF8": "0"}, capture_output=True,
                           timeout=scaled(120), check=False)
@@ -102,7 +102,7 @@ def test_messages_have_no_optional_plural():
 def test_exit_of_other_code_is_not_success(tmp_path: Path, code: str) -> None:
     """A plug-in or a library that calls sys.exit(0) must not make an unfinished command look successful."""
     (tmp_path / "other.py").write_text(f"import sys\ndef act(_):\n    sys.exit({code})\n")
-    program = "import other; from ezpz_llm.base import run_command; raise SystemExit(run_command(other.act, []))"
+    program = "import other; from ezpz_llm.core.base import run_command; raise SystemExit(run_command(other.act, []))"
     done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(tmp_path)},
                           text=True, capture_output=True, timeout=scaled(60), check=False)
     assert done.returncode == 1

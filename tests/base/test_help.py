@@ -12,9 +12,9 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm import cli
-from ezpz_llm.base.command_parser import CommandParser
-from ezpz_llm.base.errors import UserError
 from ezpz_llm.cli import find_commands, module_of
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.errors import UserError
 
 
 def page(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:

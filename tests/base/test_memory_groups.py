@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.memory_groups import kill_counters, usable_memory
+from ezpz_llm.core.base.memory_groups import kill_counters, usable_memory
 
 _GB = 1 << 30
 _V2 = {"limit": "memory.max", "used": "memory.current", "cached": "inactive_file", "kills": "memory.events"}
@@ -103,7 +103,7 @@ def limited_group() -> Iterator[Path]:
 
 def test_the_limit_of_a_real_group(limited_group: Path) -> None:
     enter = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(limited_group / "cgroup.procs"))
-    code = "from ezpz_llm.base.memory_groups import usable_memory as read; print(*read())"
+    code = "from ezpz_llm.core.base.memory_groups import usable_memory as read; print(*read())"
     done = subprocess.run([*enter, sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(60), check=True)
     total, available = map(int, done.stdout.split())

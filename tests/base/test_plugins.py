@@ -73,7 +73,7 @@ def test_damaged_package_that_fails_the_import_of_torch_is_named(tmp_path: Path)
     (tmp_path / "bad-1.0.dist-info").mkdir()
     (tmp_path / "bad-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
     (tmp_path / "bad-1.0.dist-info/entry_points.txt").write_bytes(b"[a]\nx = y:\xff")
-    program = ("from importlib.metadata import entry_points; from ezpz_llm.base import run_command; "
+    program = ("from importlib.metadata import entry_points; from ezpz_llm.core.base import run_command; "
                "raise SystemExit(run_command(lambda _: entry_points(group='torch.backends'), []))")
     done = subprocess.run([sys.executable, "-c", program], env=clean_env(PYTHONPATH=str(tmp_path)), text=True,
                           capture_output=True, timeout=scaled(60), check=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from ezpz_llm.base import print_lines
+from ezpz_llm.core.base import print_lines
 
 _PACKAGE = ROOT / "ezpz_llm"
 _EXCEPTIONS = {

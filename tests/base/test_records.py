@@ -13,8 +13,8 @@ import pytest
 from msgspec import Struct
 from slowness import scaled
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.records import Epoch, Ranks, Whole, as_plain, as_record
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.records import Epoch, Ranks, Whole, as_plain, as_record
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import sys
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.shell_commands import WITH_ENV_VARIABLE, to_typable, to_typable_text
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.shell_commands import WITH_ENV_VARIABLE, to_typable, to_typable_text
 
 TYPED = "./launchers/with-env"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.synonyms import options_in, rows
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.synonyms import options_in, rows
 from ezpz_llm.data import __main__ as data
 from ezpz_llm.launch import option_parsing
 from ezpz_llm.submit import options as submit_options

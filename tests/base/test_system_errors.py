@@ -14,11 +14,11 @@ from launch_runs import clean_env
 from slowness import scaled
 
 from ezpz_llm import why
-from ezpz_llm.base import run_command
-from ezpz_llm.base.private_folders import make_private
+from ezpz_llm.core.base import run_command
+from ezpz_llm.core.base.private_folders import make_private
+from ezpz_llm.core.rundir import private_opener
 from ezpz_llm.hf.source import find_source
 from ezpz_llm.report import __main__ as report
-from ezpz_llm.rundir import private_opener
 from ezpz_llm.trainer.options import parse
 
 _LONG = "x" * 6000

@@ -9,7 +9,7 @@ import sys
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "32", "--log-every", "5"]
 

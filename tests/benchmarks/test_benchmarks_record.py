@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
 
 
 def test_the_recording_fixture_detects_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ezpz_llm.base.package_data import data_dir
-from ezpz_llm.base.untrusted_input import read_json
+from ezpz_llm.core.base.package_data import data_dir
+from ezpz_llm.core.base.untrusted_input import read_json
 from ezpz_llm.model.loss import Head
 from ezpz_llm.model.parameters import parameter_count
 

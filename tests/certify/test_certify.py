@@ -17,8 +17,6 @@ from msgspec import structs
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.case import Observed, dtype_findings, published_traffic, theoretical_numbers
 from ezpz_llm.certify.cases import (
@@ -49,6 +47,8 @@ from ezpz_llm.certify.records import (
 )
 from ezpz_llm.certify.reference import Trajectory, certain_texts, check_gradients
 from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, basis, closing_text, write_docs
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.knobs import KNOBS
 from ezpz_llm.layout.memory import memory_per_rank

@@ -11,7 +11,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from ezpz_llm.base import UserError
 from ezpz_llm.certify import (
     architectures,
     definitions,
@@ -27,6 +26,7 @@ from ezpz_llm.certify import (
 from ezpz_llm.certify.local_launches import read_definition_outcomes
 from ezpz_llm.checkpoint import reader, retention
 from ezpz_llm.checkpoint.saver import CpuMemory
+from ezpz_llm.core.base import UserError
 from ezpz_llm.engine import build, gradients, optimizer_state, sequence_parallel
 from ezpz_llm.engine.gradients import NonFiniteStepSkipper
 from ezpz_llm.engine.pipeline_engine import PipelineEngine

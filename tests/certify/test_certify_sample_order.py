@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ezpz_llm.base import UserError
 from ezpz_llm.certify import sample_order
+from ezpz_llm.core.base import UserError
 from ezpz_llm.data import samples
 from ezpz_llm.data.samples import Batches, ReadAhead, ValidationWindows
 

@@ -16,14 +16,14 @@ from places import ROOT, TESTS
 from rank_jobs import results_of
 from slowness import scaled
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.records import as_record
-from ezpz_llm.base.untrusted_input import read_bytes
 from ezpz_llm.certify import command as certify_main, target_file
 from ezpz_llm.certify.cases import parser, plan
 from ezpz_llm.certify.recheck import compare, read_certificate
 from ezpz_llm.certify.records import CertificateRecord
 from ezpz_llm.certify.target_file import LAYOUTS, find_target, load
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.records import as_record
+from ezpz_llm.core.base.untrusted_input import read_bytes
 
 pytestmark = pytest.mark.timeout(900)
 TARGETS = TESTS / "helpers" / "targets.py"

@@ -23,9 +23,9 @@ try:
 except ImportError as error:
     pytest.skip(f"spmd_types cannot be imported ({error}): pip install 'ezpz_llm[types]'", allow_module_level=True)
 
-from ezpz_llm.base import UserError
 from ezpz_llm.certify import type_check, type_reduction
 from ezpz_llm.certify.command import main
+from ezpz_llm.core.base import UserError
 from ezpz_llm.engine import fsdp2_engine, gradient_reducer, pipeline_engine, sequence_parallel, torch_engine
 from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit
 from ezpz_llm.layout import ds_config

@@ -19,8 +19,6 @@ from launch_runs import clean_env, cpu_seconds, launch
 from msgspec.structs import replace
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.check.client import connect, connect_and_serve, read_unreached
 from ezpz_llm.check.endpoint import Endpoint, rendezvous_point
 from ezpz_llm.check.facts import Compute, Facts, Mpi, Ready, Reduction, find_answer
@@ -29,6 +27,8 @@ from ezpz_llm.check.messages import CLOCK, FACTS, Introduction, Reply, Request, 
 from ezpz_llm.check.node_facts import addresses, gather_facts, used_interfaces
 from ezpz_llm.check.rules.gathered import Unreached
 from ezpz_llm.check.server import PreflightServer
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.launch.ranks import RankInfo
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")

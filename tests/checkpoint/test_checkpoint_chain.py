@@ -14,7 +14,7 @@ from ezpz_llm.checkpoint.__main__ import main as checkpoint_main
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, step_of
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.checkpoint.state import Point, read_state
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.trainer import loop
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import run

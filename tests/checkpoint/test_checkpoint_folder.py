@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError, run_command
-from ezpz_llm.base.records import as_plain
 from ezpz_llm.checkpoint import Keep, find, prune
 from ezpz_llm.checkpoint.__main__ import main as checkpoint_main
 from ezpz_llm.checkpoint.index import read_index
@@ -28,8 +26,10 @@ from ezpz_llm.checkpoint.manifest import (
 )
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.checkpoint.state import State, read_state
+from ezpz_llm.core.base.errors import UserError, run_command
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.rundir import RunDir
 
 
 def write(run_dir: RunDir, step: int, content: str = "abc") -> Path:

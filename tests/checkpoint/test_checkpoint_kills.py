@@ -25,7 +25,7 @@ from ezpz_llm.checkpoint.manifest import (
     step_of,
     verify,
 )
-from ezpz_llm.rundir import RunDir, read_lines, write_json
+from ezpz_llm.core.rundir import RunDir, read_lines, write_json
 
 RESULT = ROOT / "benchmarks" / "results" / "kills.json"
 MOMENTS = ("training", "saving", "evaluating", "at any time", "publishing")

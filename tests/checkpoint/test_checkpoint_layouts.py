@@ -17,12 +17,12 @@ from places import ROOT
 from ezpz_llm import train
 from ezpz_llm.checkpoint.manifest import STATE, complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
+from ezpz_llm.core.rundir import RunDir, write_json
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import Batches
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.layout.ops import is_built
-from ezpz_llm.rundir import RunDir, write_json
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.position import Position, hash_samples
 
 RESULT = ROOT / "benchmarks" / "results" / "resume_matrix.json"

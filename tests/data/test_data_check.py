@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from megatron_files import write_megatron
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.tokenizers import GPT2_FINGERPRINT
 from ezpz_llm.train import main

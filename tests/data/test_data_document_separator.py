@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from megatron_files import write_megatron
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.document_separator import SeparatorAdvice, document_separator
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.shards import TokenData

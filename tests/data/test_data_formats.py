@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data import tokenize_corpus
 from ezpz_llm.data.atomic_dir import InterruptedWriteError
 from ezpz_llm.data.corpora import find_corpus

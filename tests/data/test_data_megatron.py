@@ -12,7 +12,7 @@ import pytest
 from megatron_files import write_megatron
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data import megatron
 from ezpz_llm.data.document_lookup import find_extracts
 from ezpz_llm.data.manifest import read_manifest, verify

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.manifest import verify
 from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.prepare import check_corpus, prepare

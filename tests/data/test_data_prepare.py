@@ -20,7 +20,7 @@ from launch_runs import cpu_seconds
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.atomic_dir import JOURNAL
 from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.manifest import read_manifest, verify

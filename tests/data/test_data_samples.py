@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from launch_runs import cpu_seconds
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.samples import (
     IGNORED,
     Batches,

@@ -21,7 +21,7 @@ from msgspec import UNSET
 from places import HELPERS
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.atomic_dir import JOURNAL
 from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.manifest import read_manifest, verify
@@ -37,7 +37,7 @@ HASTY = [sys.executable, "-c", """
 import functools, os, sys, time
 from ezpz_llm.data import tokenize_corpus
 from ezpz_llm.data.__main__ import main
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.core.base.errors import run_command
 tokenize_corpus._SECONDS_BETWEEN_SAVES = 0.0
 tokenize_corpus.tasks = functools.partial(tokenize_corpus.tasks, size=1 << 14)
 save = tokenize_corpus._Work.save

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_tokenizers import trained
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.prompts import encode_prompt
 from ezpz_llm.data.shards import TokenData

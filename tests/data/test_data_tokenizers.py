@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from msgspec import structs
 from places import vocab_bpe
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.text import find_cut
 from ezpz_llm.data.tokenize_corpus import pack, token_dtype
 from ezpz_llm.data.tokenizers import (

@@ -13,7 +13,7 @@ from launch_runs import clean_env
 from megatron_files import write_megatron
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.__main__ import main
 from ezpz_llm.data.document_lookup import find_extracts
 from ezpz_llm.data.prepare import prepare

@@ -27,7 +27,7 @@ from real_tokenizers import (
 )
 from small_tokenizers import mixed_text, own_ids
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import byte_alphabet, choose_tokenizer

@@ -19,7 +19,9 @@ from slowness import scaled
 from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
 from ezpz_llm import generate
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.data.manifest import TokenizerEntry, read_manifest
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.tokenizer_files import copy_files, entry_of_file
@@ -40,8 +42,6 @@ from ezpz_llm.hf.source import find_source
 from ezpz_llm.hf.tokenizer import tokenizer_of, write_tokenizer
 from ezpz_llm.hf.weights import export
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, check_run
 

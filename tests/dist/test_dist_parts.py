@@ -16,8 +16,8 @@ from hypothesis import given, strategies as st
 from slowness import scaled
 from torch.distributed import HashStore, TCPStore
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.private_folders import make_private
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.private_folders import make_private
 from ezpz_llm.dist import device as device_module
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, reject_unusable_gpus

@@ -18,7 +18,7 @@ from launch_runs import CAPTURED, captured_env, clean_env
 from places import HELPERS
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.dist.setup import setup, warn_if_single_process
 from ezpz_llm.launch.ranks import find_rank
 

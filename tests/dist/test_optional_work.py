@@ -12,7 +12,7 @@ import pytest
 from places import HELPERS
 from slowness import scaled
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist.optional_work import OptionalWork
 
 

@@ -13,7 +13,7 @@ import pytest
 from places import HELPERS, ROOT
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.layout.optimizers import OPTIMIZERS, Optimizer, OptimizerName, check_optimizer
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.trainer.config import TrainConfig

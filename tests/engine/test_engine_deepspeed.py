@@ -11,7 +11,7 @@ import pytest
 import torch
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.dist.private_names import find
 from ezpz_llm.dist.stubbed_collectives import stubbed_collectives
 from ezpz_llm.engine import optimizer_state
@@ -26,7 +26,7 @@ def python(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
 
 def test_missing_private_name_of_torch_is_reported_at_import():
     process = python("import torch; del torch._fused_sdp_choice\n"
-                     "from ezpz_llm.train import main\nfrom ezpz_llm.base.errors import run_command\n"
+                     "from ezpz_llm.train import main\nfrom ezpz_llm.core.base.errors import run_command\n"
                      "sys.exit(run_command(main, ['--steps', '1', '--device', 'cpu']))")
     assert process.returncode == 2, process.stderr
     version = importlib.metadata.version("torch")

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
@@ -20,7 +21,6 @@ from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.init import decay_groups
-from ezpz_llm.rundir import RunDir
 
 ALONE = Mesh(Degrees(1), 0)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import gradients
 from ezpz_llm.engine.base import MicroStepEngine
@@ -20,7 +21,6 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
 from ezpz_llm.model.parameters import parameter_count
-from ezpz_llm.rundir import RunDir
 
 CONFIG = get_model_config("tiny-gpt2", n_layer=2, block_size=32, vocab_size=64, vocab_multiple=32, dropout=0.0)
 MICRO_STEPS = 3

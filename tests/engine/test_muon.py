@@ -11,7 +11,7 @@ from launch_runs import need_mpiexec
 from places import TESTS
 from rank_jobs import results_of
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.layout.optimizers.muon import MUON, _orthogonalized
 from ezpz_llm.layout.resolve import Request, resolve
 

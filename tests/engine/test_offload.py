@@ -18,7 +18,8 @@ import torch
 from places import HELPERS
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import nvme
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
@@ -28,7 +29,6 @@ from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.ops import is_built, needed_ops
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 

@@ -19,7 +19,9 @@ from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE
 from ezpz_llm.model.compile import recompute_blocks
@@ -29,8 +31,6 @@ from ezpz_llm.model.init import init_weights
 from ezpz_llm.model.parameters import parameter_count, placement_of
 from ezpz_llm.model.partition import Weights, balance, part_weights, stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 
 SCRIPT = HELPERS / "pipeline_ranks.py"
 STEPS, ACCUMULATION = 8, 4

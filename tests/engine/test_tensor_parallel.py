@@ -9,7 +9,7 @@ import torch
 from places import HELPERS
 from rank_jobs import results_of
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.tensor_parallel import apply

@@ -21,8 +21,10 @@ import torch
 from megatron_files import write_megatron
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import __main__ as checkpoint
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.evaluate import command as evaluate, generation as generate
@@ -31,8 +33,6 @@ from ezpz_llm.hf.source import find_source
 from ezpz_llm.hf.weights import open_weights
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import load_values
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
 SMALL = ["--eval-tokens", "2048", "--log-every", "5", "--precision", "fp32", "--profile", "false"]
@@ -323,7 +323,7 @@ def test_commands_find_mistakes_without_torch(words: list[str], message: str, tr
     places = {"RUN": str(trained / "at-run"), "HF": str(exported)}
     module, *rest = [places.get(word, word) for word in words]
     name = "ezpz_llm.evaluate.__main__" if module == "evaluate" else f"ezpz_llm.{module}"
-    code = (f"import sys; from ezpz_llm.base.errors import run_command; from {name} import main\n"
+    code = (f"import sys; from ezpz_llm.core.base.errors import run_command; from {name} import main\n"
             f"code = run_command(lambda argv: main({[*rest, '--check', '--world-size', '2']!r}))\n"
             "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules); raise SystemExit(code)")
     done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=scaled(60),

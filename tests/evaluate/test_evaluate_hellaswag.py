@@ -13,7 +13,7 @@ import torch
 from places import ROOT, vocab_bpe
 from small_tokenizers import FAMILIES, WORDS, own_ids, trained
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.prompts import encode_prompt
 from ezpz_llm.data.tokenizer_files import copy_files, load
 from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2

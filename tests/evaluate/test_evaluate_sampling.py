@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.evaluate.validation import sample
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT

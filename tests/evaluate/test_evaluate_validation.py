@@ -12,7 +12,7 @@ import pytest
 import torch
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.samples import ValidationWindows
 from ezpz_llm.data.shards import TokenStream
 from ezpz_llm.dist.mesh import Degrees, Mesh

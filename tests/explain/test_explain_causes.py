@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 from made_up_traces import MadeUp, of_all
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.records import as_record
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.records import as_record
+from ezpz_llm.core.rundir.records import Device, RunRecord
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.split import slow_link, split_traces
@@ -21,7 +22,6 @@ from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.plots import bars_plot
-from ezpz_llm.rundir.records import Device, RunRecord
 
 
 def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.engine.live_memory import resident_bytes
 from ezpz_llm.explain import counterfactual
 from ezpz_llm.explain.diagnosis import check_sentences, crosschecks

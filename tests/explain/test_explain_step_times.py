@@ -12,6 +12,8 @@ import pytest
 from made_up_runs import make_run
 from slowness import scaled
 
+from ezpz_llm.core.rundir import RunDir, append_line
+from ezpz_llm.core.rundir.records import Device, Environment, Load, RunRecord
 from ezpz_llm.explain.diagnosis import _low_share_advice, diagnose
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.explain.trainer_run import Settings, TrainerRun
@@ -20,8 +22,6 @@ from ezpz_llm.layout.layout import Layout
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.history import make_history
 from ezpz_llm.observe.machine_load import MachineLoad, load_now, recorded_load
-from ezpz_llm.rundir import RunDir, append_line
-from ezpz_llm.rundir.records import Device, Environment, Load, RunRecord
 
 STEPS = 200
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.base import untrusted_input
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base import untrusted_input
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.explain import trace
 from ezpz_llm.explain.events import Event
 from ezpz_llm.explain.trace import load_trace, read_trace

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ezpz_llm.base import UserError, run_command
+from ezpz_llm.core.base import UserError, run_command
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather, run_together
 from ezpz_llm.dist.setup import setup

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.core.base.errors import run_command
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.train import main
 

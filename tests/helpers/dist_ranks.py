@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.core.base.errors import run_command
 
 
 def main(argv: list[str]) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rank_jobs import sequences
 
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine import build

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.collectives import CollectiveMode
@@ -25,7 +26,6 @@ from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.init import decay_groups
-from ezpz_llm.rundir import RunDir
 
 CPU = torch.device("cpu")
 MODEL = get_model_config("tiny-llama", n_layer=4, n_head=8, n_kv_head=8, n_embd=64, block_size=64, vocab_size=256)

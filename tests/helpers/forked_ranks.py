@@ -20,8 +20,8 @@ from typing import Any
 
 from slowness import scaled
 
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE
-from ezpz_llm.rundir import RUN_DIR_VARIABLE
 
 TRAIN = "ezpz_llm.train:main"
 
@@ -167,7 +167,7 @@ def _fork(question: dict[str, Any]) -> int:
             os.dup2(source, target)
         os.environ.update(question["env"])
         module, function = question["program"].split(":")
-        from ezpz_llm.base.errors import run_command
+        from ezpz_llm.core.base.errors import run_command
 
         code = run_command(getattr(importlib.import_module(module), function), question["words"])
     except BaseException:

@@ -60,7 +60,7 @@ _PATHS = ["", "\0", ".", "..", "/", "/dev/zero", "/proc/self/mem", "/proc/self/e
 @kind
 def writtenby(rng: Random, folder: Path) -> object:
     """Read a manifest of another program's shards whose paths point anywhere."""
-    from ezpz_llm.base.records import as_plain
+    from ezpz_llm.core.base.records import as_plain
     from ezpz_llm.data.document_lookup import find_extracts
     from ezpz_llm.data.manifest import sampled_hash, verify
     from ezpz_llm.data.shards import TokenData

@@ -36,7 +36,7 @@ import hostile_names  # noqa: F401  registers its kinds
 import hostile_run_kinds  # noqa: F401  registers its kinds
 import hostile_study_kinds  # noqa: F401  registers its kinds
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 
 HANG_S = 10
 """Processor time after which an input counts as hung; unlike wall time, it is independent of the load."""

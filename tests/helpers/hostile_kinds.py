@@ -17,10 +17,10 @@ from typing import Any
 
 import hostile_mutations as mutate
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.checkpoint.manifest import FileRecord, make_record
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.package_data import data_dir
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.trainer import options
 
 Read = Callable[[Random, Path], object]

@@ -27,7 +27,7 @@ def hostnames(rng: Random, folder: Path) -> object:
 
 @kind
 def synonyms(rng: Random, folder: Path) -> object:
-    from ezpz_llm.base.synonyms import rows
+    from ezpz_llm.core.base.synonyms import rows
     from ezpz_llm.trainer.options import parse
 
     option = rng.choice(rows()).option

@@ -13,7 +13,7 @@ from random import Random
 import hostile_processes
 from hostile_kinds import EXIT, LAUNCH, kind
 
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.core.rundir import RunDir
 
 _PREFIXES = [
     "application called MPI_Abort(",
@@ -100,8 +100,8 @@ def process(rng: Random, folder: Path) -> object:
 def longnames(rng: Random, folder: Path) -> object:
     """Pass names with thousands of characters and numbers with thousands of digits to every command."""
     from ezpz_llm import watch, why
-    from ezpz_llm.base import run_command
     from ezpz_llm.checkpoint import __main__ as checkpoint
+    from ezpz_llm.core.base import run_command
     from ezpz_llm.explain import command as explain
     from ezpz_llm.report import __main__ as report
     from ezpz_llm.trainer.options import parse

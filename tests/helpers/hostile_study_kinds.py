@@ -53,8 +53,8 @@ def _study(rng: Random, folder: Path) -> Path:
 @kind
 def study(rng: Random, folder: Path) -> object:
     """Report, compare, and continue another user's study. Its commands must not run."""
-    from ezpz_llm.base import UserError
-    from ezpz_llm.rundir import RunDir
+    from ezpz_llm.core.base import UserError
+    from ezpz_llm.core.rundir import RunDir
     from ezpz_llm.scaling.command import main
     from ezpz_llm.scaling.findings import find
     from ezpz_llm.scaling.page import findings_page
@@ -99,11 +99,11 @@ _CERTIFICATE = {
 @kind
 def certificate(rng: Random, folder: Path) -> object:
     """Read a certificate, plan its command, and compare it with a new one."""
-    from ezpz_llm.base import read_json
-    from ezpz_llm.base.records import as_record
     from ezpz_llm.certify.cases import parser, plan
     from ezpz_llm.certify.recheck import compare, read_certificate
     from ezpz_llm.certify.records import CertificateRecord
+    from ezpz_llm.core.base import read_json
+    from ezpz_llm.core.base.records import as_record
 
     whole = {**_CERTIFICATE}
     if rng.random() < 0.5:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ezpz_llm.rundir import RunDir, append_line, write_json
+from ezpz_llm.core.rundir import RunDir, append_line, write_json
 
 PHASES = {"data_s": 0.01, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.009, "other_s": 0.001}
 

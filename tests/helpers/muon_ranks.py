@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ezpz_llm import checkpoint
 from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.reader import fill
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
@@ -29,7 +30,6 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
 from ezpz_llm.model.parameters import whole_box
-from ezpz_llm.rundir import RunDir
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, DECAY, SEED = 6, 24, 2, 0.5, 32, 0.1, 1337
 # Widths that partitions over ranks do not divide into whole rows.

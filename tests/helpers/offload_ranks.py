@@ -24,7 +24,8 @@ import torch
 from rank_jobs import sequences
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
@@ -34,7 +35,6 @@ from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.init import decay_groups
-from ezpz_llm.rundir import RunDir
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 6, 8, 2, 0.5, 32
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
 

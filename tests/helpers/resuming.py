@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ezpz_llm.core.rundir import read_lines
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.observe import WallClock
-from ezpz_llm.rundir import read_lines
 from ezpz_llm.trainer.checkpoint_saves import save
 from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse

@@ -26,6 +26,7 @@ from qk_norm import qk_norm
 from torch import Tensor, nn
 
 from ezpz_llm import checkpoint
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
@@ -40,7 +41,6 @@ from ezpz_llm.model.init import decay_groups, init_weights
 from ezpz_llm.model.loss import Head
 from ezpz_llm.model.parameters import placement_of, size, whole_box
 from ezpz_llm.model.tensor_parallel import RankedDropout
-from ezpz_llm.rundir import RunDir
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, VOCABULARY = 6, 8, 2, 0.5, 32, 60
 _SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": BLOCK, "vocab_size": VOCABULARY}

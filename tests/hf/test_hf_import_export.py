@@ -14,7 +14,8 @@ import torch
 from places import vocab_bpe
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.data.manifest import TokenizerEntry
 from ezpz_llm.data.tokenizer_files import load
 from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2, to_entry
@@ -31,7 +32,6 @@ from ezpz_llm.model.config import HEAD, MODELS, TABLE, ModelConfig, get_model_co
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, load_values
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes, whole_box
-from ezpz_llm.rundir import RunDir
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)

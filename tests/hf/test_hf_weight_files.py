@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ezpz_llm.base import UserError, run_command
 from ezpz_llm.checkpoint import __main__ as checkpoint
+from ezpz_llm.core.base import UserError, run_command
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.evaluate import command as evaluate, generation as generate
 from ezpz_llm.hf.config import stored_tensors, to_hf

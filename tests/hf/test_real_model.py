@@ -13,13 +13,13 @@ from launch_runs import clean_env, finished, launch
 from places import ROOT
 from real_model import smollm2
 
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.data.tokenizer_files import load
 from ezpz_llm.hf.source import find_source
 from ezpz_llm.hf.weights import open_weights
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import load_values
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 

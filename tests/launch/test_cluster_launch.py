@@ -19,7 +19,7 @@ from launch_runs import STALE, record
 from places import HELPERS
 from slowness import scaled
 
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.dist.device import device_index
 from ezpz_llm.launch.ranks import RankInfo
 

@@ -24,8 +24,8 @@ from places import ROOT
 from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.package_data import cache_dir, data_dir
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.package_data import cache_dir, data_dir
 from ezpz_llm.launch.dialects.srun_mpi import mpi_settings, offered_plugins
 from ezpz_llm.launch.mpi_world import detect_mpi, find_disconnected_mpi
 

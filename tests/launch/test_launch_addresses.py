@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch import addresses
 from ezpz_llm.launch.addresses import (
     bind_error,

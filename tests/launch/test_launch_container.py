@@ -15,7 +15,7 @@ import pytest
 import step_standin
 from launch_runs import launch, need_mpiexec, scheduler as make_program
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch import devices
 from ezpz_llm.launch.container import choose_container
 from ezpz_llm.launch.sites import Container, find_site

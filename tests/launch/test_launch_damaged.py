@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from ezpz_llm.core.rundir.files import RunDir
 from ezpz_llm.launch.failures.run_facts import Failure, read_failures
 from ezpz_llm.launch.node.messages import (
     RUNNING,
@@ -20,7 +21,6 @@ from ezpz_llm.launch.node.messages import (
     read_stop_order,
     write_report,
 )
-from ezpz_llm.rundir.files import RunDir
 
 HOSTILE = ["{", "", "3", "null", "[]", "{}", '{"run_id": "me"}', "[" * 50_000, "1" * 5000, '{"run_id": ["me"]}']
 

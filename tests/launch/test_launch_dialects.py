@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED, launch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.binding.logical_cores import logical_cores
 from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.devices import MASKS

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from ezpz_llm.core.rundir.stop import Stop
 from ezpz_llm.launch.failures.differences import (
     Frame,
     describe_blocking_rank,
@@ -19,7 +20,6 @@ from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
 from ezpz_llm.launch.liveness import RankLife
-from ezpz_llm.rundir.stop import Stop
 
 _BY_FAULT_HANDLER = """rank 3 on n2
 process 7: python3 train.py

@@ -19,7 +19,7 @@ import pytest
 import step_standin
 from launch_runs import captured_env, launch, left_over, need_mpiexec, record, scheduler as make_program
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.schedulers import SCHEDULERS, find_allocation, schedulers
 
 _SGE = "{0} {1} all.q@{0} UNDEFINED"

@@ -19,7 +19,9 @@ import pytest
 from launch_runs import clean_env, launch, record
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import update_record
 from ezpz_llm.launch.failures import timed_pattern
 from ezpz_llm.launch.failures.classify import classify
 from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
@@ -27,8 +29,6 @@ from ezpz_llm.launch.failures.known_failures import FailureText, read_texts, shi
 from ezpz_llm.launch.failures.postmortem import postmortem_of
 from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.failures.timed_pattern import TimedPattern
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import update_record
 
 _ABORTED = "SIGABRT"
 

@@ -16,6 +16,9 @@ import pytest
 from launch_runs import CAPTURED, clean_env, launch, record
 from slowness import scaled
 
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import read_record, update_record
+from ezpz_llm.core.rundir.stop import Stop
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.classify import classify
 from ezpz_llm.launch.failures.kinds import Kind
@@ -27,9 +30,6 @@ from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 from ezpz_llm.launch.liveness import UNUSUAL_STATES
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import read_record, update_record
-from ezpz_llm.rundir.stop import Stop
 
 _GLOO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:9"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch import hostfile
 
 

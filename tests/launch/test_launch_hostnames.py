@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launch_runs import captured_env, launch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch import addresses, hostfile, node_selection
 from ezpz_llm.launch.addresses import domain_notes, find_local_node, is_local_address
 from ezpz_llm.launch.hostnames import (

@@ -18,7 +18,7 @@ from launch_runs import captured_env, clean_env, launch, left_over, record, star
 from places import ROOT, TESTS
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.placement import place_ranks

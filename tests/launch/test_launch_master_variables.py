@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch_runs import launch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.addresses import find_rendezvous
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED, captured_env, clean_env, cpu_seconds, launch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.node_selection import select_nodes
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan

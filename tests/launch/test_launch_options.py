@@ -11,7 +11,7 @@ from slowness import scaled
 
 import ezpz_llm
 from ezpz_llm import __version__
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.option_parsing import Options, parse, read_command, run_dir_of
 
 

@@ -18,12 +18,12 @@ from launch_runs import clean_env, launch, left_over, record, start
 from simcluster.cluster import Cluster
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch import owner
 from ezpz_llm.launch.addresses import free_port
 from ezpz_llm.launch.node.processes import pid_namespace_id
 from ezpz_llm.launch.owner import Owner, become_owner
-from ezpz_llm.rundir import RunDir
 
 _ELSEWHERE = Owner("0123456789abcdef", "n9", 1, 1, "another boot", "", 0, 1.7e9)
 
@@ -117,7 +117,7 @@ def test_rank_0_owns_the_directory_where_there_is_no_launch(tmp_path: Path) -> N
 import sys, time
 from pathlib import Path
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 try:
     with setup(device="cpu", run_dir=Path("r")):
         Path("up").touch()
@@ -231,7 +231,7 @@ _OWNER_OF_TWO = """
 import sys
 from pathlib import Path
 from ezpz_llm.launch import owner
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.core.rundir import RunDir
 owner.HEARTBEAT_INTERVAL_S = 0.02
 with owner.become_owner(RunDir(Path("r")), "x", {}), owner.become_owner(RunDir(Path("other")), "x", {}):
     print("owned", flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch import devices as devices_module
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.environment import variables_of_this_node

@@ -14,7 +14,7 @@ import pytest
 from launch_runs import captured_env, clean_env, cpu_seconds, launch
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.binding.rank_binding import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch, record
 
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import update_record
 from ezpz_llm.launch.failures.postmortem import postmortem_of
 from ezpz_llm.launch.failures.run_facts import RunFacts
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import update_record
 
 _WATCHDOG = ("[rank0]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation"
              " timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600005 milliseconds before"

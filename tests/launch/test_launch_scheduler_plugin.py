@@ -14,7 +14,7 @@ import pytest
 from launch_runs import clean_env
 from slowness import scaled
 
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
 
 _MINE = '''
 """A scheduler of another package."""

@@ -19,7 +19,7 @@ import step_standin
 from hypothesis import given, settings, strategies as st
 from launch_runs import CAPTURED, captured_env, launch, need_mpiexec, scheduler as make_program
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch import hostfile
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
 from ezpz_llm.launch.failures.log_patterns import read_messages

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED, captured_env, scheduler as make_program
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch import devices as devices_module, hostfile
 from ezpz_llm.launch.devices import has_no_accelerator, visible_devices
 from ezpz_llm.launch.hostlist import fold_numbers

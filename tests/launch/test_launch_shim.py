@@ -17,13 +17,13 @@ import pytest
 from launch_runs import clean_env, launch, left_over, record
 from slowness import scaled
 
-from ezpz_llm.base.private_folders import make_private, new_secret, remove_private
+from ezpz_llm.core.base.private_folders import make_private, new_secret, remove_private
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.node.folder import own_folders
 from ezpz_llm.launch.node.rank_reports import Gatherer
 from ezpz_llm.launch.shim.memory import find_kill_messages, read_count
 from ezpz_llm.launch.shim.output import Output
 from ezpz_llm.launch.variables import IN_COLOR, LIVE_LINE
-from ezpz_llm.rundir import RunDir
 
 _NUMBER = itertools.count()
 _CGROUPS = Path("/sys/fs/cgroup/memory")

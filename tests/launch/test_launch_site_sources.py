@@ -10,8 +10,8 @@ import pytest
 import step_standin
 from launch_runs import launch, scheduler as make_program
 
-from ezpz_llm.base.package_data import data_dir
-from ezpz_llm.base.untrusted_input import parse_toml
+from ezpz_llm.core.base.package_data import data_dir
+from ezpz_llm.core.base.untrusted_input import parse_toml
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.sites import KEYS, find_site
 from ezpz_llm.launch.variables import BIND_VARIABLE

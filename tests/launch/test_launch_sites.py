@@ -16,8 +16,8 @@ import pytest
 from launch_runs import clean_env
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.launch import devices, sites
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.option_parsing import parse

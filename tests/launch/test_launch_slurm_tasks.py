@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED, launch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, supplement
 from ezpz_llm.launch.schedulers.scheduler import Origin, Place
 

@@ -22,7 +22,7 @@ from places import ROOT
 from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
-from ezpz_llm.base.private_folders import new_secret
+from ezpz_llm.core.base.private_folders import new_secret
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import Setting, build_plan
 from ezpz_llm.launch.staging.archive import Root

@@ -15,12 +15,12 @@ from launch_runs import launch, left_over, record
 from simcluster.cluster import Cluster
 from slowness import scaled
 
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.failures import log_kinds as said
 from ezpz_llm.launch.failures.log_patterns import read_messages
 from ezpz_llm.launch.failures.run_facts import RunFacts
 from ezpz_llm.launch.liveness import HeartbeatMonitor, StartMonitor
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
-from ezpz_llm.rundir import RunDir
 
 _HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 _FACTS = RunFacts(4, tuple(_HOSTS.values()), "mpiexec", None, float("inf"), scheduler="slurm")

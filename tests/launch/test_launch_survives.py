@@ -16,10 +16,10 @@ import pytest
 from launch_runs import launch, left_over, start
 from slowness import scaled
 
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.stop import Stop
 from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
 from ezpz_llm.launch.failures.run_facts import RunFacts
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.stop import Stop
 
 _PROGRAM = """
 import json, os, pathlib, shutil, signal, subprocess, sys, time

@@ -9,7 +9,7 @@ import pytest
 from launch_runs import captured_env, launch
 from simcluster.cluster import Cluster
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch import hostfile
 from ezpz_llm.launch.schedulers import find_allocation
 

@@ -15,7 +15,8 @@ import pytest
 from launch_runs import clean_env, launch, left_over, record, start
 from slowness import scaled
 
-from ezpz_llm.base.private_folders import make_private, new_secret, remove_private
+from ezpz_llm.core.base.private_folders import make_private, new_secret, remove_private
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, find_silent_ranks
 from ezpz_llm.launch.node import folder
 from ezpz_llm.launch.node.folder import folder_prefix, parent_dir, remove_stale
@@ -31,7 +32,6 @@ from ezpz_llm.launch.node.messages import (
 from ezpz_llm.launch.node.processes import pid_namespace_id
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import COMPILING, EVALUATING, RENDEZVOUS, SAVING, TRAINING
-from ezpz_llm.rundir import RunDir
 
 
 def _life(rank: int, silent_s: float | None, idle_s: float = 0.0, phase: str | None = TRAINING,

@@ -29,7 +29,7 @@ from launch_runs import launch, record
 from places import ROOT, TESTS
 from simcluster.cluster import Cluster
 
-from ezpz_llm.base.untrusted_input import parse_toml
+from ezpz_llm.core.base.untrusted_input import parse_toml
 
 RESULTS = ROOT / "benchmarks/results/planted_failures.md"
 BLIND = {f"{name}.toml": RESULTS.with_name(f"{name}_failures.json")

@@ -7,7 +7,7 @@ import re
 import pytest
 from places import TESTS
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo, find_rank, rank_variables
 
 CAPTURED = TESTS / "captured"

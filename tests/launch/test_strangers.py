@@ -18,7 +18,7 @@ import pytest
 from slowness import scaled
 from strangers import Strangers, User
 
-from ezpz_llm.base.private_folders import derive_key, new_secret
+from ezpz_llm.core.base.private_folders import derive_key, new_secret
 
 _HUNDRED = pytest.param(100, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))
 _ONCE, _THRICE = (pytest.mark.parametrize("tries", [few, _HUNDRED]) for few in (1, 3))

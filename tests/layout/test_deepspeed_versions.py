@@ -11,7 +11,7 @@ import pytest
 from launch_runs import clean_env
 from slowness import scaled
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.layout import deepspeed_versions
 from ezpz_llm.layout.resolve import Request, resolve
 

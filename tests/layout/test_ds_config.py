@@ -16,8 +16,10 @@ import pytest
 from deepspeed_table import TABLE, deepspeed_table, removed, write
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.untrusted_input import plain_json
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.untrusted_input import plain_json
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 from ezpz_llm.layout import ops
@@ -25,8 +27,6 @@ from ezpz_llm.layout.ds_config import REMOVED, convert, table
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE, Origin, ValueSource
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.train import main
 from ezpz_llm.trainer import command
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.ds_defaults import default_sizes
@@ -24,7 +25,6 @@ from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.parameters import parameter_count
-from ezpz_llm.rundir import RunDir
 
 SHIPPED = ("3d", "ddp", "fsdp2", "fsdp2_within2", "pp2", "pp2_tp2", "sp2", "tiled", "tp2", "tp2_zero1", "tp2_zero3",
            "zero0", "zero1", "zero2", "zero3", "zero3_hpz2", "zero3_nvme", "zero3_offload_all",

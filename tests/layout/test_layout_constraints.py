@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from places import ROOT
 
-from ezpz_llm.base.errors import UserError, run_command
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.errors import UserError, run_command
+from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.layout import constraints, ops
 from ezpz_llm.layout.batch import solve_batch
 from ezpz_llm.layout.constraints import validate

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.certify.case import published_traffic
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.layout import ds_config, suggestions
 from ezpz_llm.layout.knobs import KNOBS, knob_rows
 from ezpz_llm.layout.layout import Layout, ZeroOptions

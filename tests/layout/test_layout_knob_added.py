@@ -16,7 +16,7 @@ from launch_runs import clean_env, need_mpiexec
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
 
 KEY = "stage3_use_all_reduce_for_fetch_params"
 _ADDED = {

@@ -19,7 +19,7 @@ from rank_jobs import results_of
 from slowness import scaled
 from version_matrix import LAYOUTS
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.layout import ds_config, ops

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from public_ds_configs import PUBLIC, Public
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.ds_config import table
 from ezpz_llm.layout.precision_recipes import AUTOCAST

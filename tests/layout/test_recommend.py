@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.hf.config import to_hf
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
 from ezpz_llm.layout.recommendation import Cluster, Setting, choices, settings_to_try

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ezpz_llm.base import UserError, parse_json
+from ezpz_llm.core.base import UserError, parse_json
 from ezpz_llm.library.hf_settings import check_hf_settings, hf_settings
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.library.tensor_plan import shard_model
 from ezpz_llm.model.parameters import placement_of
 from ezpz_llm.model.tensor_parallel import Share

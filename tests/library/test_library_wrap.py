@@ -14,7 +14,7 @@ from places import TESTS
 from rank_jobs import results_of
 from slowness import scaled
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.library import wrapping
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.parameters import flops_per_token, parameter_count

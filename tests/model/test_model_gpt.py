@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.model.config import MODELS, get_model_config
 from ezpz_llm.model.gpt import GPT, rotate, rotation_frequencies, rotation_tables
 from ezpz_llm.model.parameters import flops_per_token, parameter_count

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import TILE, decay_groups, fill, init_weights, initial_std, initial_values

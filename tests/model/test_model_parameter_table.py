@@ -10,7 +10,7 @@ import torch
 from places import ROOT
 from qk_norm import ROWS, qk_norm
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.engine.build import assemble
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import held_parameters

@@ -18,13 +18,13 @@ import pytest
 from golden import check_golden
 from slowness import scaled
 
-from ezpz_llm.base.label_rows import align_rows
 from ezpz_llm.checkpoint import NotWrittenError
+from ezpz_llm.core.base.label_rows import align_rows
+from ezpz_llm.core.rundir import RunDir, append_line
 from ezpz_llm.launch.variables import LIVE_LINE
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe import StepWork, final_text, series_plot, summarize
 from ezpz_llm.observe.throughput import Progress, format_duration
-from ezpz_llm.rundir import RunDir, append_line
 from ezpz_llm.trainer import checkpoint_saves
 from ezpz_llm.trainer.first_screen import expected_end, precision_words
 

@@ -11,10 +11,10 @@ import sys
 import pytest
 from slowness import scaled
 
+from ezpz_llm.core.rundir import RunDir, append_line, read_lines
 from ezpz_llm.observe import plot_run, series_plot, wants_ascii, wants_color
 from ezpz_llm.observe.history import make_history
 from ezpz_llm.observe.plots import downsample
-from ezpz_llm.rundir import RunDir, append_line, read_lines
 
 # Runs in a subprocess, since plotext's C++ part aborts the process for invalid values.
 UNUSUAL = """

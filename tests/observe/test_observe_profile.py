@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.observe import PythonProfile, StepTimeline, TraceProfile, Window, profile_window
-from ezpz_llm.rundir import RunDir
 
 
 def a_slow_collate_function():

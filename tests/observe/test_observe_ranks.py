@@ -9,14 +9,14 @@ import sys
 
 from slowness import scaled
 
-from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir import RunDir, read_lines
 
 RANK = """
 import json, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from ezpz_llm.base.records import as_plain
+from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWork, run_environment
 

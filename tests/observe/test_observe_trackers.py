@@ -14,11 +14,11 @@ import pytest
 from slowness import scaled
 from tracker_files import mlflow_curves, tensorboard_curves, wandb_curves
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.observe import trackers
 from ezpz_llm.observe.trackers import Choice, Tracking, parse_trackers
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 
 NEEDS = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
 INSTALLED = [name for name, packages in NEEDS.items() if all(map(find_spec, packages))]

@@ -19,13 +19,13 @@ from matplotlib.figure import Figure as Drawing
 from pages import check_narrow_page, check_page, figure_text
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.report.__main__ import main
 from ezpz_llm.report.figures import Figure, Panel, bars_figure, render
 from ezpz_llm.report.run_page import report_figures, report_page
 from ezpz_llm.report.runs import load_runs
 
-WITHOUT_MATPLOTLIB = ("import sys; sys.modules['matplotlib'] = None; from ezpz_llm.base import run_command; "
+WITHOUT_MATPLOTLIB = ("import sys; sys.modules['matplotlib'] = None; from ezpz_llm.core.base import run_command; "
                       "from {} import main; sys.exit(run_command(main, sys.argv[1:]))")
 
 

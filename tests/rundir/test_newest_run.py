@@ -11,9 +11,9 @@ import pytest
 from made_up_runs import make_run
 from slowness import scaled
 
-from ezpz_llm.base import UserError
-from ezpz_llm.rundir import ANY, LAUNCHED, TRAINING, WITH_STEPS, RunDir, append_line, newest_run, write_json
-from ezpz_llm.rundir.newest import RunKind
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.rundir import ANY, LAUNCHED, TRAINING, WITH_STEPS, RunDir, append_line, newest_run, write_json
+from ezpz_llm.core.rundir.newest import RunKind
 
 
 @pytest.fixture

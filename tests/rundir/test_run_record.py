@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.base import UserError
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import RunRecord, read_record, update_record
-from ezpz_llm.rundir.summary_record import Bubble, Spread, Straggler, Summary
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import RunRecord, read_record, update_record
+from ezpz_llm.core.rundir.summary_record import Bubble, Spread, Straggler, Summary
 
 
 @pytest.mark.parametrize(("content", "message"), [

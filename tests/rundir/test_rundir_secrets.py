@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ezpz_llm.rundir import redact
-from ezpz_llm.rundir.secrets import hide, redact_words, secret_values
+from ezpz_llm.core.rundir import redact
+from ezpz_llm.core.rundir.secrets import hide, redact_words, secret_values
 
 SECRET = "s3cr3t-Value_42"
 

@@ -16,7 +16,7 @@ import pytest
 from forked_ranks import Job, Server, wait_for
 from slowness import scaled
 
-from ezpz_llm.rundir import RunDir, SideFiles, read_json, read_lines, side_files
+from ezpz_llm.core.rundir import RunDir, SideFiles, read_json, read_lines, side_files
 
 RUN = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "32", "--ds-config", "ddp",
        "--precision", "fp32", "--global-batch-size", "4", "--micro-batch-size", "2", "--eval-every", "0",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scale_laws import repeat, study
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.scaling.efficiency import Curve, curves_of, points_of
 from ezpz_llm.scaling.fit import Fit, extrapolate, fit_curve
 

@@ -20,8 +20,8 @@ from pages import check_page, figure_text
 from scale_laws import repeat, study
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.scale import main as scale_main
 from ezpz_llm.scaling.compare import compare, comparison_notes
 from ezpz_llm.scaling.efficiency import curves_of, points_of

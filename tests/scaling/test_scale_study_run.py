@@ -14,7 +14,7 @@ from places import ROOT
 from scale_runs import TRAIN, scale, start
 from slowness import scaled
 
-from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.scaling.study import SPLIT, Repeat, points_file, read_repeats, read_study
 
 # While the file exists, ranks of runs with two ranks exit with code 7.

@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.base.errors import TRAIN_PACKAGES
 from ezpz_llm.cli import find_commands
+from ezpz_llm.core.base.errors import TRAIN_PACKAGES
 
 SHIPPED = ("ezpz_llm", "ds_configs", "launchers", "jobs", "tests", "README.md", "LICENSE", "CHANGELOG.md",
            "CITATION.cff", "pyproject.toml", ".gitignore")

@@ -15,7 +15,7 @@ import pbs_standin
 import pytest
 from simcluster.cluster import Cluster
 
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.core.base.package_data import data_dir
 
 SUBMIT = ("ezpz-llm", "submit", "--nodes", "2")
 TRAIN = ("python3", "-m", "ezpz_llm.train", "--n-layer", "1", "--block-size", "32", "--eval-tokens", "512",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ezpz_llm.base import data_dir
+from ezpz_llm.core.base import data_dir
 
 
 def test_script_after_the_command_is_the_same_for_every_scheduler() -> None:

@@ -12,7 +12,7 @@ import pytest
 from launch_runs import clean_env, scheduler as make_program
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launch.schedulers.lsf import LsfScheduler
 from ezpz_llm.launch.sites import Job as SiteJob, Limit, Site, find_site
 from ezpz_llm.submit.queues import choose_queue

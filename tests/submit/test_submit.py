@@ -15,13 +15,13 @@ from launch_runs import clean_env, scheduler
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import update_record
 from ezpz_llm.launch.schedulers.pbs import PbsScheduler
 from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days
 from ezpz_llm.launch.schedulers.slurm import SlurmScheduler
 from ezpz_llm.launch.sites import find_site, site_files
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import update_record
 from ezpz_llm.submit.options import parse, read_duration
 from ezpz_llm.submit.script import (
     array_lines,
@@ -427,8 +427,8 @@ def test_fill_template_replaces_only_the_given_sections(name: str) -> None:
 STOPS = """
 import json, sys
 from pathlib import Path
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import read_record, update_record
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import read_record, update_record
 run_dir, steps, code = RunDir(Path(sys.argv[1])), *map(int, sys.argv[2:4])
 done = (read_record(run_dir).steps or 0) + steps
 update_record(run_dir, launch={"started": done}, config={"steps": 30}, steps=done, exit={"code": code})

@@ -16,11 +16,11 @@ import torch.distributed as torch_dist
 from launch_runs import clean_env, launch
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.dist import Dist
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.test_dist.options import check, parser
 from ezpz_llm.test_dist.reductions import ACROSS, MAX_PAIRS, SAME, measure_reductions, pair_up
 
@@ -33,7 +33,7 @@ PLOTS = {"loss.txt", "sps.txt", "dt.txt", "dtf.txt", "dtb.txt"}
 # after training differs.
 FAULTY_RANK = """
 import sys, torch, torch.distributed as dist
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.core.base.errors import run_command
 from ezpz_llm.test_dist import run
 from ezpz_llm.test_dist.__main__ import main
 original, measured = dist.all_reduce, run.held_out_loss

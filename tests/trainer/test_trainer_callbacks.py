@@ -18,8 +18,8 @@ from places import ROOT
 from slowness import scaled
 
 from ezpz_llm import Callback
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.trainer.callbacks.callback_checks import register
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import run

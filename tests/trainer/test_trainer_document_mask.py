@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_run
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from golden import check_golden
 
-from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.data.manifest import Manifest, Source, Split, Splits
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import gpt2_entry

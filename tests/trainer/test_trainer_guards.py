@@ -18,14 +18,14 @@ from places import HELPERS
 from poisoned_train import poisoned
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.records import as_plain, as_record
 from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_json
 from ezpz_llm.checkpoint.retention import find
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.records import as_plain, as_record
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record, update_record
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.report.runs import load_runs
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record, update_record
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 from ezpz_llm.trainer.options import parse

@@ -13,10 +13,10 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.evaluate import hellaswag
 from ezpz_llm.observe.profile import PythonProfile
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer import run_result, step_end
 from ezpz_llm.trainer.callbacks import text_samples
 from ezpz_llm.trainer.callbacks.memory_watch import MemoryWatch

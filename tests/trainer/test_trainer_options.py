@@ -13,12 +13,12 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm import train
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.schema import as_dataclass
+from ezpz_llm.core.rundir.value_source_record import Source
 from ezpz_llm.launch.check_report import CheckReport
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
-from ezpz_llm.rundir.value_source_record import Source
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig
 from ezpz_llm.trainer.options import build_parser, dump, parse
 from ezpz_llm.trainer.plan import RANGES, check_run, plan_run

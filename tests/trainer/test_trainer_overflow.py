@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.engine import build
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer import plan
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import run

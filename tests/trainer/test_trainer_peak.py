@@ -10,7 +10,7 @@ import pytest
 from launch_runs import launch
 from slowness import scaled
 
-from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 

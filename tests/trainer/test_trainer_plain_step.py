@@ -12,6 +12,7 @@ import torch
 
 from ezpz_llm.certify import plain_step
 from ezpz_llm.certify.plain_step import MicroBatch, Settings
+from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import sample_windows
 from ezpz_llm.data.shards import TokenData
@@ -19,7 +20,6 @@ from ezpz_llm.dist import Degrees
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
-from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import dropout_seed, run

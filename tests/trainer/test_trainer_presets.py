@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.model.init import decay_counts
 from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.trainer.callbacks.selfcheck import expected_first_loss

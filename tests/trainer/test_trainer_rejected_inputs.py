@@ -13,8 +13,8 @@ import torch
 from launch_runs import launch
 from safetensors.torch import save_file
 
-from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import __main__ as checkpoint
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.tokenizers import CharTokenizer, to_entry
 from ezpz_llm.hf.config import stored_tensors, to_hf

@@ -14,16 +14,16 @@ import pytest
 from launch_runs import launch, left_over, start
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.checkpoint.state import read_state
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record, update_record
+from ezpz_llm.core.rundir.value_source_record import Source
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.batch import option_of
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record, update_record
-from ezpz_llm.rundir.value_source_record import Source
 from ezpz_llm.train import main
 from ezpz_llm.trainer import loop
 from ezpz_llm.trainer.config import TrainConfig

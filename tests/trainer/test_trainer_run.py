@@ -15,17 +15,17 @@ import pytest
 from places import HELPERS, ROOT
 from slowness import scaled
 
-from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify.cases import natural_worlds
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.checkpoint.state import read_state
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
+from ezpz_llm.core.rundir.value_source_record import Source
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.layout import ds_config
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
-from ezpz_llm.rundir.value_source_record import Source
 from ezpz_llm.trainer.checkpoint_identity import check_identity
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.trainer.check_report import setting_warnings
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.options import parse

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.engine import build, gradients
 from ezpz_llm.engine.precision import autocast_forward, parameter_dtype
 from ezpz_llm.layout.layout import Layout
@@ -18,8 +20,6 @@ from ezpz_llm.model.document_mask import mask_documents
 from ezpz_llm.model.gpt import GPT, MLP
 from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
 from ezpz_llm.model.loss import configure_head
-from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.rundir.records import read_record
 from ezpz_llm.trainer import run as run_module
 from ezpz_llm.trainer.callbacks import selfcheck
 from ezpz_llm.trainer.callbacks.selfcheck import SelfChecks, check_reached, check_stepped, first_loss

@@ -12,7 +12,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.precision import rounds_matmuls, set_tf32
 from ezpz_llm.launch.ranks import RankInfo
@@ -26,7 +27,6 @@ from ezpz_llm.model.attention import (
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import make_engine

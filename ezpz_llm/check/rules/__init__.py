@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ezpz_llm.check.rules import network, nodes
 from ezpz_llm.check.rules.gathered import Gathered
-from ezpz_llm.rundir.records import Finding
+from ezpz_llm.core.rundir.records import Finding
 
 _RULES = (*nodes.RANK_RULES, *network.REACH_RULES, *nodes.NODE_RULES, *network.LINK_RULES)
 

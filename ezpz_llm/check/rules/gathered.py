@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from ezpz_llm.base import group_by_key
-from ezpz_llm.base.records import Rank, Whole
 from ezpz_llm.check.facts import A, ConnectedRank, Facts
+from ezpz_llm.core.base import group_by_key
+from ezpz_llm.core.base.records import Rank, Whole
 from ezpz_llm.launch.hostlist import fold_numbers
 
 READY, COMPUTE, NODE, LINK, NETWORK, MPI = "ready", "compute", "reduce node", "reduce link", "network", "mpi"

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TypeVar
 
-from ezpz_llm.base import group_by_key
 from ezpz_llm.check.facts import Compute, Facts, Failed, Network, Reduction
 from ezpz_llm.check.findings import Level
 from ezpz_llm.check.node_facts import network_family
@@ -23,9 +22,10 @@ from ezpz_llm.check.rules.gathered import (
     node_ranges,
     stage_name,
 )
+from ezpz_llm.core.base import group_by_key
+from ezpz_llm.core.rundir.records import Finding
 from ezpz_llm.launch.addresses import is_loopback, missing_interface
 from ezpz_llm.launch.hostlist import rank_ranges
-from ezpz_llm.rundir.records import Finding
 
 
 def _wrong_network(gathered: Gathered) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ezpz_llm.base import count_noun, group_by_key
 from ezpz_llm.check.facts import Facts, Failed, Mpi, Ready, find_answer
 from ezpz_llm.check.findings import Level
 from ezpz_llm.check.rules.gathered import (
@@ -17,9 +16,10 @@ from ezpz_llm.check.rules.gathered import (
     node_ranges,
     stage_name,
 )
+from ezpz_llm.core.base import count_noun, group_by_key
+from ezpz_llm.core.rundir.records import Finding
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
-from ezpz_llm.rundir.records import Finding
 
 MIN_SHARED_MEMORY = 2**28
 """Minimum free bytes of /dev/shm. With the 64 MiB of containers, SIGBUS kills data loaders and NCCL."""

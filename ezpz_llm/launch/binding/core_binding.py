@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.base import apportion, count_noun
+from ezpz_llm.core.base import apportion, count_noun
 from ezpz_llm.launch.binding.rank_binding import Binding, CoreOption
 from ezpz_llm.launch.binding.topology import Core, Domain, Topology
 from ezpz_llm.launch.hostlist import fold_numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ezpz_llm.base import count_noun
+from ezpz_llm.core.base import count_noun
 from ezpz_llm.launch.binding.core_binding import (
     COUNTING,
     BindingInputs,

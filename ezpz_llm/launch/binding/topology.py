@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base import group_by_key, system_text
+from ezpz_llm.core.base import group_by_key, system_text
 from ezpz_llm.launch.binding.logical_cores import SYS, socket_and_siblings
 from ezpz_llm.launch.devices import Devices, device_addresses
 from ezpz_llm.launch.hostlist import expand_numbers

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ezpz_llm.base import UserError, entry_points
+from ezpz_llm.core.base import UserError, entry_points
 from ezpz_llm.launch.binding.rank_binding import CoreOption
 from ezpz_llm.launch.dialects import flux, hydra, jsrun, openmpi, pals, srun, this_node, torchrun
 from ezpz_llm.launch.dialects.work import DIRECT, THIS_LAUNCH, Dialect, Launcher

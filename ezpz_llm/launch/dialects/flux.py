@@ -6,7 +6,7 @@ man7/flux-shell-options.html (flux-core 0.88).
 
 from __future__ import annotations
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.dialects.work import Built, Work, validate_command
 from ezpz_llm.launch.hostlist import fold_hostnames
 

@@ -6,7 +6,7 @@ https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=SSWRJV_10.1.0/jsm/jsrun.ht
 
 from __future__ import annotations
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.dialects.work import Built, Work, validate_command
 from ezpz_llm.launch.schedulers.lsf import LsfScheduler
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from ezpz_llm.base import run_command
+from ezpz_llm.core.base import run_command
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.variables import LOCAL_RANK_VARIABLE
 

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, run_command
+from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.ranks import OUTER_LAUNCHERS, find_rank
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE

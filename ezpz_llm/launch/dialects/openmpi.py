@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.binding.logical_cores import logical_cores
 from ezpz_llm.launch.dialects.srun_devices import daemon_options

@@ -5,7 +5,7 @@ Uses only options that ALCF's user guides and the launcher's help text document.
 
 from __future__ import annotations
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.dialects.work import Built, Work, validate_command
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ezpz_llm.base import UserError, ask_command
+from ezpz_llm.core.base import UserError, ask_command
 
 IMAGE_OPTIONS = {"pyxis": "--container-image", "environment": "--environment"}
 """Runtimes of srun, with its option for the image: NVIDIA's Pyxis, and the Container Engine of Alps."""

@@ -7,7 +7,7 @@ case was run on Slurm 22.05.8 and 26.05.3.
 
 from __future__ import annotations
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.dialects.work import Work
 from ezpz_llm.launch.schedulers.slurm_tasks import count_devices
 

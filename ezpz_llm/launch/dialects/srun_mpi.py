@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError, ask_command
+from ezpz_llm.core.base import UserError, ask_command
 from ezpz_llm.launch.mpi_world import detect_mpi
 
 _PLUGIN_VARIABLE = "SLURM_MPI_TYPE"

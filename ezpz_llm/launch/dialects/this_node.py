@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.binding.rank_binding import CoreOption
 from ezpz_llm.launch.dialects.work import THIS_LAUNCH, Built, Dialect, Work
 

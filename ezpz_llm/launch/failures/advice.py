@@ -8,7 +8,9 @@ import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import read_own_record
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.known_failures import fill_advice
 from ezpz_llm.launch.failures.log_kinds import SSH
@@ -19,8 +21,6 @@ from ezpz_llm.launch.hostlist import fold_hostnames, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
 from ezpz_llm.launch.nested_launcher import shell_script
 from ezpz_llm.launch.option_parsing import parse, read_command, remove_options, value_of
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import read_own_record
 
 _TRAINER = "ezpz_llm.train"
 _MAX_HOSTS = 8

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.base import EXIT_PREFLIGHT, EXIT_USAGE
+from ezpz_llm.core.base import EXIT_PREFLIGHT, EXIT_USAGE
 from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
 from ezpz_llm.launch.failures.known_failures import (
     FailureText,

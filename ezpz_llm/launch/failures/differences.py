@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import group_by_key, system_text
+from ezpz_llm.core.base import group_by_key, system_text
 from ezpz_llm.launch.failures.tracebacks import is_user_code
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import UNUSUAL_STATES, RankLife

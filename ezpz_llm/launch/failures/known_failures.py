@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, nearest_names, parse_toml, read_text, shorten_value, user_path
+from ezpz_llm.core.base import UserError, nearest_names, parse_toml, read_text, shorten_value, user_path
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.timed_pattern import MAX_S, TimedPattern
 from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE

@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, is_own, system_text
+from ezpz_llm.core.base import UserError, is_own, system_text
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.records import Launch, RunRecord, read_own_record, read_record
+from ezpz_llm.core.rundir.stop import Stop
 from ezpz_llm.launch.failures.advice import find_advice, resume_command
 from ezpz_llm.launch.failures.differences import Frame, main_stack, stack_in_log
 from ezpz_llm.launch.failures.known_failures import (
@@ -32,9 +35,6 @@ from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_
 from ezpz_llm.launch.node.builds import find_locks
 from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE, RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.records import Launch, RunRecord, read_own_record, read_record
-from ezpz_llm.rundir.stop import Stop
 
 _TAIL_BYTES = 1 << 17
 _TAIL_LINES = 20

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ezpz_llm.base import group_by_key
-from ezpz_llm.base.shell_commands import to_typable_text
+from ezpz_llm.core.base import group_by_key
+from ezpz_llm.core.base.shell_commands import to_typable_text
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.failures import log_kinds, log_patterns
 from ezpz_llm.launch.failures.classify import Finding, error_line_before_crash, has_crashed, summarize_lost_peer
 from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
@@ -17,7 +18,6 @@ from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames
 from ezpz_llm.launch.node.messages import RankReport
-from ezpz_llm.rundir import RunDir
 
 _EVIDENCE_CHARACTERS = 300
 _OTHERS_SHOWN = 8

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base import UserError, epoch
+from ezpz_llm.core.base import UserError, epoch
+from ezpz_llm.core.rundir.records import Exit, RunRecord
 from ezpz_llm.launch.failures.run_facts import Postmortem, RunFacts
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
-from ezpz_llm.rundir.records import Exit, RunRecord
 
 NOT_STARTED = "not_started"
 """Kind of the exit of a run that launch did not start."""

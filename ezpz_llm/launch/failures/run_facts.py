@@ -1,6 +1,6 @@
 """Records of failed ranks (errors/), facts about a run's end, and the post-mortem built from them.
 
-The shims import this module, so it must not import `ezpz_llm.rundir.records`; `recorded_exit` does.
+The shims import this module, so it must not import `ezpz_llm.core.rundir.records`; `recorded_exit` does.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ezpz_llm.base import Epoch, read_records
+from ezpz_llm.core.base import Epoch, read_records
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.core.rundir.stop import Stop
 from ezpz_llm.launch.failures.log_text import BUILD_ERROR, ERROR_WORDS
-from ezpz_llm.rundir import RunDir
-from ezpz_llm.rundir.stop import Stop
 
 _ERROR_MARK = re.compile(r"(?i)\b(?:error|fatal): ")
 _PYDANTIC = re.compile(r"\d+ validation errors? for \S+")

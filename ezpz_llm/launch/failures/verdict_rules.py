@@ -12,7 +12,8 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ezpz_llm.base import EXIT_IDLE, EXIT_PREFLIGHT
+from ezpz_llm.core.base import EXIT_IDLE, EXIT_PREFLIGHT
+from ezpz_llm.core.rundir.stop import Stop
 from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.classify import Finding, classify
 from ezpz_llm.launch.failures.differences import Frame, find_blocking_ranks, last_calls
@@ -23,7 +24,6 @@ from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.hostnames import NodeNames, is_same_node
 from ezpz_llm.launch.liveness import UNUSUAL_STATES
-from ezpz_llm.rundir.stop import Stop
 
 _NEAR_LIMIT_S = 60.0
 """Slurm checks time limits every 30 s and rounds them to minutes; PBS enforces them late rather than early."""

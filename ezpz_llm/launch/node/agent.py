@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from ezpz_llm.base import PrivateFolder, open_private, remove_private
+from ezpz_llm.core.base import PrivateFolder, open_private, remove_private
+from ezpz_llm.core.rundir import RunDir, write_atomic
 from ezpz_llm.launch.cleanup import detach, end_marked, kill
 from ezpz_llm.launch.mpi_world import MpiWatch
 from ezpz_llm.launch.node import folder as files
@@ -50,7 +51,6 @@ from ezpz_llm.launch.node.processes import (
 from ezpz_llm.launch.node.rank_reports import Gatherer, format_stacks
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.rundir import RunDir, write_atomic
 
 _TICK_S = 1.0
 """Interval of the checks that the shims are alive; they access only the node's memory."""

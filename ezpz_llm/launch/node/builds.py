@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import system_link
+from ezpz_llm.core.base import system_link
 from ezpz_llm.launch.node.processes import Process
 from ezpz_llm.launch.variables import EXTENSIONS_VARIABLE
 

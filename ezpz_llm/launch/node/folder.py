@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     SECRET_VARIABLE,
     NotPrivate,
     PrivateFolder,

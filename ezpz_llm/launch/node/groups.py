@@ -12,7 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from ezpz_llm.base import system_text
+from ezpz_llm.core.base import system_text
 
 _MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 """Mount points of the v2 hierarchy, alone or next to v1."""

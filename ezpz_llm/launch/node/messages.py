@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from ezpz_llm.base import Range, make_private, open_private, read_records
+from ezpz_llm.core.base import Range, make_private, open_private, read_records
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.node.folder import wake
-from ezpz_llm.rundir import RunDir
 
 _LOGS = "logs"
 _MAX_BYTES = 1 << 20

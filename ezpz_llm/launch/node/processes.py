@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.base import group_by_key, system_text
+from ezpz_llm.core.base import group_by_key, system_text
 from ezpz_llm.launch.variables import RANK_VARIABLE, RUN_ID_VARIABLE
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import PrivateFolder, ask_command, command_line, system_link, system_text
+from ezpz_llm.core.base import PrivateFolder, ask_command, command_line, system_link, system_text
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.node.folder import END_MARK, HEARTBEAT, LOG, file_of, parse_heartbeat, registered_ranks
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, find_ancestor, has_signal_handler
 from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
-from ezpz_llm.rundir import RunDir
 
 _BUSY_SHARE = 0.02
 """Share of one core below which a rank is considered idle; not 0, since timer threads run even in a hung rank."""

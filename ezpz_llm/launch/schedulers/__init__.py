@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ezpz_llm.base import UserError, entry_points
+from ezpz_llm.core.base import UserError, entry_points
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.hostnames import match_same_nodes
 from ezpz_llm.launch.ranks import leftover_variables, names_for_ranks

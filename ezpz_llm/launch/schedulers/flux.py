@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ezpz_llm.base import UserError, ask_command, count_noun, parse_json
+from ezpz_llm.core.base import UserError, ask_command, count_noun, parse_json
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
 from ezpz_llm.launch.hostlist import expand_hostlist, expand_numbers
 from ezpz_llm.launch.hostnames import node_keys

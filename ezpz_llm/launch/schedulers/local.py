@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.ranks import RankInfo, find_rank, leftover_variables
 from ezpz_llm.launch.schedulers.scheduler import Allocation, HostfileCommand, Node, job_of, manual_instructions
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import MAX_NODES, UserError, ask_command, count_noun, read_text, whole_number
+from ezpz_llm.core.base import MAX_NODES, UserError, ask_command, count_noun, read_text, whole_number
 from ezpz_llm.launch.hostnames import count_repeats, sum_by_node
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base import MAX_NODES, UserError, read_text, whole_number
+from ezpz_llm.core.base import MAX_NODES, UserError, read_text, whole_number
 from ezpz_llm.launch.hostnames import count_repeats, sum_by_node
 from ezpz_llm.launch.schedulers.scheduler import Allocation, HostfileCommand, Node, Origin, Place, Scheduler
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import MAX_NODES, UserError, ask_command, epoch, parse_json, read_text, whole_number
+from ezpz_llm.core.base import MAX_NODES, UserError, ask_command, epoch, parse_json, read_text, whole_number
 from ezpz_llm.launch.failures.log_kinds import MEMORY, NODE_FAILED, TIME_LIMIT
 from ezpz_llm.launch.hostnames import count_repeats, match_names, match_same_nodes
 from ezpz_llm.launch.schedulers.scheduler import (

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.launch.ranks import Family
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ezpz_llm.base import UserError, ask_command, count_noun, epoch, print_lines, system_text, whole_number
+from ezpz_llm.core.base import UserError, ask_command, count_noun, epoch, print_lines, system_text, whole_number
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.failures.log_kinds import (
     CANCELLED,

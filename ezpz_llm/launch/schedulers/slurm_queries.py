@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from ezpz_llm.base import UserError, ask_command
+from ezpz_llm.core.base import UserError, ask_command
 from ezpz_llm.launch.hostlist import expand_hostlist, expand_numbers
 from ezpz_llm.launch.hostnames import match_same_nodes
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Origin, Place, parse_local_time

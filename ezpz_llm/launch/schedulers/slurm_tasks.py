@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.base import UserError, count_noun, whole_number
+from ezpz_llm.core.base import UserError, count_noun, whole_number
 from ezpz_llm.launch.hostlist import expand_counts
 from ezpz_llm.launch.schedulers.scheduler import Origin, Place
 

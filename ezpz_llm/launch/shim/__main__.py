@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base import EXIT_PREFLIGHT, PrivateFolder, UserError, make_private, print_lines, run_command
+from ezpz_llm.core.base import EXIT_PREFLIGHT, PrivateFolder, UserError, make_private, print_lines, run_command
+from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.node.folder import register_shim
 from ezpz_llm.launch.node_variables import restore_variables
@@ -26,7 +27,6 @@ from ezpz_llm.launch.variables import (
     TORCHS_OWN,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ezpz_llm.base import make_private, system_text
+from ezpz_llm.core.base import make_private, system_text
+from ezpz_llm.core.rundir import RunDir, redact_words, without_secrets, write_atomic
 from ezpz_llm.launch.failures.run_facts import Failure
 from ezpz_llm.launch.failures.tracebacks import (
     MAX_LINES_AFTER,
@@ -22,7 +23,6 @@ from ezpz_llm.launch.node.folder import parse_heartbeat
 from ezpz_llm.launch.node.messages import read_log_order, read_stop_order
 from ezpz_llm.launch.shim.memory import Counts, find_oom_evidence
 from ezpz_llm.launch.shim.shared_memory import find_full_shared_memory
-from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
 
 _TAIL_LINES = 20
 _TAIL_CHARACTERS = 16384

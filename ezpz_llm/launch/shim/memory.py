@@ -8,8 +8,8 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ezpz_llm.base import ask_command, system_text
-from ezpz_llm.base.memory_groups import kill_counters
+from ezpz_llm.core.base import ask_command, system_text
+from ezpz_llm.core.base.memory_groups import kill_counters
 
 _KERNEL_LOG = "/dev/kmsg"
 _LARGEST_MESSAGE = 8192

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import PrivateFolder
+from ezpz_llm.core.base import PrivateFolder
+from ezpz_llm.core.rundir import RunDir, private_opener
 from ezpz_llm.launch.node.folder import LOG, file_of
 from ezpz_llm.launch.program_output import mark
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import LIVE_LINE, LOG_BYTES_VARIABLE
-from ezpz_llm.rundir import RunDir, private_opener
 
 MANY_RANKS = 256
 """World size above which logs of ranks other than 0 stay on their nodes, and only one rank per node writes a record

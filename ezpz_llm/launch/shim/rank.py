@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
-from ezpz_llm.base import PrivateFolder, print_lines
+from ezpz_llm.core.base import PrivateFolder, print_lines
+from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, kill, start_janitor
 from ezpz_llm.launch.devices import has_no_accelerator
 from ezpz_llm.launch.hostlist import expand_numbers
@@ -32,7 +33,6 @@ from ezpz_llm.launch.variables import (
     STACKS_VARIABLE,
     TORCHELASTIC_VARIABLE,
 )
-from ezpz_llm.rundir import RunDir
 
 _EXIT_NOT_EXECUTABLE, _EXIT_NOT_FOUND = 126, 127
 

@@ -18,7 +18,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 
 MANIFEST = "staging.json"
 """First member of an archive: the source folders, and the files that mention these folders."""

@@ -17,8 +17,8 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ezpz_llm.base import EXIT_PREFLIGHT, SECRET_VARIABLE, UserError, parse_json
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.core.base import EXIT_PREFLIGHT, SECRET_VARIABLE, UserError, parse_json
+from ezpz_llm.core.base.schema import as_dataclass
 from ezpz_llm.launch.staging.archive import MANIFEST, Archive
 from ezpz_llm.launch.staging.relocation import Manifest, path_replacer, rewrite
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE

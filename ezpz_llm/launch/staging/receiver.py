@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ezpz_llm.base import (
+from ezpz_llm.core.base import (
     EXIT_PREFLIGHT,
     SECRET_VARIABLE,
     NotPrivate,

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir, count_noun, print_lines
+from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, cache_dir, count_noun, print_lines
+from ezpz_llm.core.rundir.records import Archive as ArchiveRecord, Staging, update_record
 from ezpz_llm.launch.addresses import is_local_node_among
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
@@ -23,7 +24,6 @@ from ezpz_llm.launch.staging.receiver import folder_of_copy
 from ezpz_llm.launch.staging.relocation import path_replacer
 from ezpz_llm.launch.supervision import INTERRUPTED, run
 from ezpz_llm.launch.variables import PATH_VARIABLE
-from ezpz_llm.rundir.records import Archive as ArchiveRecord, Staging, update_record
 
 _LIMIT_S = 1800.0
 """Time limit for copying."""

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ezpz_llm.base import UserError, entry_points
+from ezpz_llm.core.base import UserError, entry_points
 from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:

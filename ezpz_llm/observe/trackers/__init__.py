@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from ezpz_llm.base import UserError, print_lines, unknown_name_error
-from ezpz_llm.base.records import as_plain
+from ezpz_llm.core.base import UserError, print_lines, unknown_name_error
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import RunDir, SideFiles
+from ezpz_llm.core.rundir.layout_record import read_layout_record
+from ezpz_llm.core.rundir.records import TrackerRun, read_record
 from ezpz_llm.observe.trackers.tracker import Row, Tracker, TrackerArguments, flatten_settings
-from ezpz_llm.rundir import RunDir, SideFiles
-from ezpz_llm.rundir.layout_record import read_layout_record
-from ezpz_llm.rundir.records import TrackerRun, read_record
 
 _CLOSE_WITHIN_S = 60.0
 """Maximum time in seconds to wait for the trackers when the run ends."""

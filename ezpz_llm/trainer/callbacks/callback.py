@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base import print_lines
+from ezpz_llm.core.base import print_lines
 from ezpz_llm.trainer.callbacks.metric_values import RESERVED_METRICS, check_metric
 
 if TYPE_CHECKING:

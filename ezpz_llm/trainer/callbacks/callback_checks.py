@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.base import UserError, error_text, is_one_line, shorten_value
+from ezpz_llm.core.base import UserError, error_text, is_one_line, shorten_value
 from ezpz_llm.trainer.callbacks.callback import Callback
 
 _MAX_NAME = 100

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ezpz_llm.base import UserError, error_text, parse_json, print_lines
-from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.core.base import UserError, error_text, parse_json, print_lines
+from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.dist.agreement import broadcast, raise_together, run_together
 from ezpz_llm.observe import terminal_width
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.core.base import UserError, user_path
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import run_together

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base import Plugin, UserError, load_plugins
+from ezpz_llm.core.base import Plugin, UserError, load_plugins
 from ezpz_llm.trainer.callbacks.callback import Callback
 from ezpz_llm.trainer.callbacks.callback_checks import register
 

@@ -6,6 +6,7 @@ import resource
 
 import torch
 
+from ezpz_llm.core.rundir.records import Memory
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_reduce
 from ezpz_llm.engine.base import Engine
@@ -13,7 +14,6 @@ from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory, seco
 from ezpz_llm.layout.knobs import Kind
 from ezpz_llm.layout.memory import activation_bytes, memory_per_rank, total, unsharded_bytes
 from ezpz_llm.observe.tables import table
-from ezpz_llm.rundir.records import Memory
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.memory_estimate import forward_pass
 from ezpz_llm.trainer.plan import RunPlan

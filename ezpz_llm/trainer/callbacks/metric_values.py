@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from ezpz_llm.base import is_one_line, shorten_value
-from ezpz_llm.base.schema import MAX_INTEGER
+from ezpz_llm.core.base import is_one_line, shorten_value
+from ezpz_llm.core.base.schema import MAX_INTEGER
 from ezpz_llm.observe.history import ON_EACH_LINE, ON_SOME_LINES
 
 RESERVED_METRICS = frozenset(("step", *ON_EACH_LINE, *ON_SOME_LINES))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_gather, all_reduce
 from ezpz_llm.engine.base import Engine

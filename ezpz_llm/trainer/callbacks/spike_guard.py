@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ezpz_llm.base.records import as_plain, as_record
+from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.config import TrainConfig

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 
-from ezpz_llm.base import UserError
-from ezpz_llm.base.label_rows import align_rows
+from ezpz_llm.core.base import UserError
+from ezpz_llm.core.base.label_rows import align_rows
+from ezpz_llm.core.rundir.records import Launch, Startup, read_record
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.observe import WallClock, terminal_width
 from ezpz_llm.observe.throughput import format_duration
-from ezpz_llm.rundir.records import Launch, Startup, read_record
 from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.trainer.first_screen import expected_end
 from ezpz_llm.trainer.plan import RunPlan

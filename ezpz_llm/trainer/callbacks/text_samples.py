@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ezpz_llm.base import UserError
+from ezpz_llm.core.base import UserError
 from ezpz_llm.data.prompts import encode_prompt
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist.seeds import seed_for

@@ -1,7 +1,7 @@
 """Types of run.json, and its reader and writer. The same type is written and read.
 
 All members are optional: a run adds them over time, and some commands write only a few. Not imported by
-`ezpz_llm.rundir`; see `ezpz_llm.base.records`.
+`ezpz_llm.core.rundir`; see `ezpz_llm.core.base.records`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from ezpz_llm.base import UserError, read_own, untrusted_input
-from ezpz_llm.base.records import Bytes, Count, Epoch, Rank, Ranks, Size, Step, Whole, as_plain, as_record
-from ezpz_llm.rundir.files import LOCK_WITHIN_S, RunDir, locked, write_json
-from ezpz_llm.rundir.secrets import without_secrets
-from ezpz_llm.rundir.stop import SIGNAL, Stop
-from ezpz_llm.rundir.summary_record import Summary
-from ezpz_llm.rundir.value_source_record import Sources
+from ezpz_llm.core.base import UserError, read_own, untrusted_input
+from ezpz_llm.core.base.records import Bytes, Count, Epoch, Rank, Ranks, Size, Step, Whole, as_plain, as_record
+from ezpz_llm.core.rundir.files import LOCK_WITHIN_S, RunDir, locked, write_json
+from ezpz_llm.core.rundir.secrets import without_secrets
+from ezpz_llm.core.rundir.stop import SIGNAL, Stop
+from ezpz_llm.core.rundir.summary_record import Summary
+from ezpz_llm.core.rundir.value_source_record import Sources
 
 
 class Launch(Struct, frozen=True):

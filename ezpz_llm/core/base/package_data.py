@@ -16,10 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, error_text, is_one_line, print_lines
-from ezpz_llm.base.untrusted_input import system_text
+from ezpz_llm.core.base.errors import UserError, error_text, is_one_line, print_lines
+from ezpz_llm.core.base.untrusted_input import system_text
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def data_dir(name: str) -> Path:

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.base.untrusted_input import MAX_BYTES, open_regular, parse_json
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.schema import as_dataclass
+from ezpz_llm.core.base.untrusted_input import MAX_BYTES, open_regular, parse_json
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags of every open. O_NONBLOCK: never wait for the other end of a FIFO."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, nearest_names
-from ezpz_llm.base.untrusted_input import parse_toml, read_text
+from ezpz_llm.core.base.errors import UserError, nearest_names
+from ezpz_llm.core.base.untrusted_input import parse_toml, read_text
 
 _TABLE = Path(__file__).with_name("synonyms.toml")
 _CUTOFF = 0.9

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, did_you_mean, is_one_line, make_private, untrusted_input
+from ezpz_llm.core.base import UserError, did_you_mean, is_one_line, make_private, untrusted_input
 
 RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
 """Environment variable with the run directory. `launch` sets it for every rank."""

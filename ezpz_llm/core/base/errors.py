@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
-from ezpz_llm.base.shell_commands import to_typable_text
-from ezpz_llm.base.version import __version__
+from ezpz_llm.core.base.shell_commands import to_typable_text
+from ezpz_llm.core.base.version import __version__
 
 _COLOR = re.compile(r"\x1b\[[0-9;:]*m")
 # Control characters except tab, newline, and DEL (terminals ignore DEL). C1 is included because 0x9b starts an
@@ -143,7 +143,7 @@ class UserError(Exception):
 
 def version_text() -> str:
     """Return the text of `--version`: version, location of the installation, and Python version."""
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return f"ezpz_llm {__version__} from {folder} (Python {sys.version.split()[0]})"
 
 

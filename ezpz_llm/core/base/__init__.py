@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
-from ezpz_llm.base.errors import (
+from ezpz_llm.core.base.errors import (
     EXIT_IDLE,
     EXIT_PREFLIGHT,
     EXIT_USAGE,
@@ -25,7 +25,7 @@ from ezpz_llm.base.errors import (
     unknown_name_error,
     version_text,
 )
-from ezpz_llm.base.package_data import (
+from ezpz_llm.core.base.package_data import (
     Plugin,
     cache_dir,
     data_dir,
@@ -36,7 +36,7 @@ from ezpz_llm.base.package_data import (
     tested_range,
     user_path,
 )
-from ezpz_llm.base.private_folders import (
+from ezpz_llm.core.base.private_folders import (
     SECRET_VARIABLE,
     NotPrivate,
     PrivateFolder,
@@ -51,7 +51,7 @@ from ezpz_llm.base.private_folders import (
     remove_private,
     run_secret,
 )
-from ezpz_llm.base.schema import (
+from ezpz_llm.core.base.schema import (
     MAX_CORES_PER_NODE,
     MAX_HOSTNAME_LENGTH,
     MAX_IDS,
@@ -69,7 +69,7 @@ from ezpz_llm.base.schema import (
     epoch,
     whole_number,
 )
-from ezpz_llm.base.untrusted_input import (
+from ezpz_llm.core.base.untrusted_input import (
     JsonText,
     NoFile,
     ask_command,

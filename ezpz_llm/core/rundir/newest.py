@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base import UserError, print_lines
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.core.base import UserError, print_lines
+from ezpz_llm.core.rundir.files import RunDir
 
 if TYPE_CHECKING:
-    from ezpz_llm.rundir.records import RunRecord
+    from ezpz_llm.core.rundir.records import RunRecord
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _last_written(run: Path) -> float:
 
 
 def _fits(run_dir: RunDir, kind: RunKind) -> bool:
-    from ezpz_llm.rundir.records import read_record  # not needed by the shims, which import this package
+    from ezpz_llm.core.rundir.records import read_record  # not needed by the shims, which import this package
 
     try:
         return kind.fits(run_dir, read_record(run_dir))

@@ -3,7 +3,7 @@
 Standard library only, except for the modules of records, which this module does not import.
 """
 
-from ezpz_llm.rundir.files import (
+from ezpz_llm.core.rundir.files import (
     RUN_DIR_VARIABLE,
     RunDir,
     append_line,
@@ -19,9 +19,9 @@ from ezpz_llm.rundir.files import (
     write_file,
     write_json,
 )
-from ezpz_llm.rundir.newest import ANY, LAUNCHED, TRAINING, WITH_STEPS, newest_run
-from ezpz_llm.rundir.secrets import has_secret, hide, redact, redact_words, secret_values, without_secrets
-from ezpz_llm.rundir.side_files import SideFiles, ignore_print_errors
+from ezpz_llm.core.rundir.newest import ANY, LAUNCHED, TRAINING, WITH_STEPS, newest_run
+from ezpz_llm.core.rundir.secrets import has_secret, hide, redact, redact_words, secret_values, without_secrets
+from ezpz_llm.core.rundir.side_files import SideFiles, ignore_print_errors
 
 __all__ = [
     "ANY",

@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ezpz_llm.base.errors import UserError, nearest_names
-from ezpz_llm.base.shell_commands import to_typable, to_typable_text
-from ezpz_llm.base.synonyms import unknown_option_error
+from ezpz_llm.core.base.errors import UserError, nearest_names
+from ezpz_llm.core.base.shell_commands import to_typable, to_typable_text
+from ezpz_llm.core.base.synonyms import unknown_option_error
 
 _MAX_WIDTH = 110
 _REPLACEMENTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from ezpz_llm.base import MAX_RANKS, MAX_SECONDS, Range
+from ezpz_llm.core.base import MAX_RANKS, MAX_SECONDS, Range
 
 
 class _Call(TypedDict):

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ezpz_llm.base.errors import UserError, nearest_names
-from ezpz_llm.base.untrusted_input import shorten_value
+from ezpz_llm.core.base.errors import UserError, nearest_names
+from ezpz_llm.core.base.untrusted_input import shorten_value
 
 # Each limit is larger than any existing machine needs, and far below what would exhaust the memory or CPU of a
 # login node. Larger numbers are typos or malicious input.
@@ -86,7 +86,7 @@ def as_dataclass(cls: type[T], value: Any, where: str) -> T:
     members are kept, since each reader declares only the members that it uses.
 
     Args:
-        value: parsed value, as returned by `ezpz_llm.base.untrusted_input`.
+        value: parsed value, as returned by `ezpz_llm.core.base.untrusted_input`.
         where: name of the file, for the message.
 
     Raises:

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from ezpz_llm.base.records import Rank, Seconds, Whole
+from ezpz_llm.core.base.records import Rank, Seconds, Whole
 
 
 @dataclass(frozen=True)

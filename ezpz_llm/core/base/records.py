@@ -1,6 +1,6 @@
 """Conversion of parsed JSON to msgspec structs and dataclasses, and back to plain values.
 
-Not imported by `ezpz_llm.base`: importing msgspec takes 30 ms, and the rank shim and `launch --dry-run` must start
+Not imported by `ezpz_llm.core.base`: importing msgspec takes 30 ms, and the rank shim and `launch --dry-run` must start
 fast.
 """
 
@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import (
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.schema import (
     KIND_NAMES,
     LAST_SECOND,
     MAX_INTEGER,

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, count_noun, print_lines
-from ezpz_llm.rundir.files import RunDir, append_lines, json_text, write_atomic
+from ezpz_llm.core.base import UserError, count_noun, print_lines
+from ezpz_llm.core.rundir.files import RunDir, append_lines, json_text, write_atomic
 
 MAX_WAITING = 100_000
 """Limit on pending lines and writes per path, about 50 MB of metrics. Further ones are dropped."""
@@ -84,7 +84,7 @@ class SideFiles:
 
     def update_record(self, run_dir: RunDir, **members: Any) -> None:
         """Set members of run.json."""
-        from ezpz_llm.rundir.records import update_record  # not needed by the shims, which import this package
+        from ezpz_llm.core.rundir.records import update_record  # not needed by the shims, which import this package
 
         self._put(run_dir.record, _Write(lambda: update_record(run_dir, **members), ()))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from ezpz_llm.base.records import Count, Ranks, as_record
-from ezpz_llm.rundir.files import RunDir, read_json
-from ezpz_llm.rundir.value_source_record import Sources
+from ezpz_llm.core.base.records import Count, Ranks, as_record
+from ezpz_llm.core.rundir.files import RunDir, read_json
+from ezpz_llm.core.rundir.value_source_record import Sources
 
 
 @dataclass(frozen=True)

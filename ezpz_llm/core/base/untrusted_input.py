@@ -1,7 +1,7 @@
 """Parsers for untrusted files and command output, with limits on size, depth, and digits.
 
 Other modules must not parse input themselves. Only regular files are read, since a pipe or device could hang a
-command. Each problem raises a `UserError` that names the file. `ezpz_llm.base.schema` converts parsed values to
+command. Each problem raises a `UserError` that names the file. `ezpz_llm.core.base.schema` converts parsed values to
 dataclasses.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.core.base.errors import UserError
 
 MAX_BYTES = 16 << 20
 """Default size limit of a file, in bytes. Pass `most` to read larger files."""
