@@ -38,7 +38,7 @@ def bare_line(launch: list[str], cwd: str) -> list[str]:
     """Return the launcher's command from launch's plan, with `true` in place of the shim."""
     words = [*launch[:-1], "--dry-run", "--json", launch[-1]]
     plan = json.loads(subprocess.check_output(words, cwd=cwd, text=True, timeout=60))
-    shim = plan["argv"].index("ezpz_llm.launch.shim")
+    shim = plan["argv"].index("ezpz_llm.launcher.on_nodes.shim")
     return [*plan["argv"][:shim - 2], "true"]
 
 

@@ -35,7 +35,7 @@ from profile_cost import interval
 from ezpz_llm.core.rundir import write_json
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE, TRAINING
+from ezpz_llm.launcher.basics.variables import HEARTBEAT_VARIABLE, TRAINING
 from ezpz_llm.observe import WallClock
 from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse

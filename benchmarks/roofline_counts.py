@@ -39,7 +39,7 @@ from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import build
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.model import loss, loss_chunk
 from ezpz_llm.trainer.options import parse

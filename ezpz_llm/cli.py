@@ -33,7 +33,7 @@ _SYNONYMS = dict.fromkeys(("status", "tail", "follow"), "watch")
 
 def launch() -> int:
     """Run `launch …`."""
-    from ezpz_llm.launch.__main__ import main as launch_main
+    from ezpz_llm.launcher.running.command import main as launch_main
 
     return run_command(launch_main)
 

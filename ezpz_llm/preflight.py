@@ -14,7 +14,7 @@ from ezpz_llm.check.endpoint import Endpoint, rendezvous_point, shared_secret
 from ezpz_llm.core.base import UserError, run_command
 from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 
 LIMIT_S = 60.0
 

@@ -14,7 +14,7 @@ from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.core.rundir import ANY, RunDir, newest_run
-from ezpz_llm.launch.status import Status, read_status
+from ezpz_llm.launcher.diagnosis.status import Status, read_status
 from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.observe.throughput import format_duration, format_number
 

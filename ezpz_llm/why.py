@@ -16,13 +16,13 @@ from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.core.rundir import LAUNCHED, RunDir, newest_run
 from ezpz_llm.core.rundir.records import Exit, Launch, RunRecord, read_own_record, read_record
-from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
-from ezpz_llm.launch.failures.recorded_exit import NOT_STARTED, facts_from
-from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.liveness import Live, as_details, as_lines, describe_silent_ranks, read_live_state
-from ezpz_llm.launch.node.builds import find_locks
-from ezpz_llm.launch.node.messages import order_logs, take_stacks
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.basics.hostlist import expand_numbers
+from ezpz_llm.launcher.basics.messages import order_logs, take_stacks
+from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.diagnosis.liveness import Live, as_details, as_lines, describe_silent_ranks, read_live_state
+from ezpz_llm.launcher.diagnosis.postmortem import postmortem_of, tail_text
+from ezpz_llm.launcher.diagnosis.recorded_exit import NOT_STARTED, facts_from
+from ezpz_llm.launcher.on_nodes.node.builds import find_locks
 
 _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60

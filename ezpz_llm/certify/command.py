@@ -17,7 +17,7 @@ from ezpz_llm.certify.report import conclude
 from ezpz_llm.core.base import UserError, print_lines, read_json
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
-from ezpz_llm.launch.ranks import ALONE, find_rank
+from ezpz_llm.launcher.basics.ranks import ALONE, find_rank
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from ezpz_llm.certify.records import Definition
 from ezpz_llm.core.base import EXIT_IDLE, UserError, print_lines
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
+from ezpz_llm.launcher.basics.variables import ENDS_AT_VARIABLE
 
 TOPICS = {"rates": "schedule_rates", "initial weights": "initial_weights", "parts": "tensor_parts",
           "loss scale": "loss_scaling", "dropout": "dropout_masks", "sums": "wide_sums", "Muon": "muon_step",

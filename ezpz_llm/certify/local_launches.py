@@ -18,7 +18,7 @@ from ezpz_llm.core.base.records import Rank, as_plain, as_record
 from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.core.rundir import RunDir, append_line, read_lines, write_json
 from ezpz_llm.core.rundir.records import Environment, read_record
-from ezpz_llm.launch.child import launch_words, run_launch
+from ezpz_llm.launcher.basics.child import launch_words, run_launch
 
 _START_S, _REFERENCE_S, _CASE_S = 120, 180, 90
 """Time limits: the start of a launch, each reference, each case."""

@@ -36,7 +36,7 @@ from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.optimizer_state import Slice, owned_parts
 from ezpz_llm.evaluate.validation import sample, validation_loss
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.model.compile import recompute_blocks

@@ -31,7 +31,7 @@ from ezpz_llm.data.samples import sample_windows
 from ezpz_llm.data.shards import TokenStream
 from ezpz_llm.dist import Degrees, Dist, Heartbeat, Mesh
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.model.init import initial_values
 from ezpz_llm.model.parameters import whole_box

@@ -21,7 +21,7 @@ from ezpz_llm.core.base import (
     require_package,
     unknown_name_error,
 )
-from ezpz_llm.launch.ranks import ALONE
+from ezpz_llm.launcher.basics.ranks import ALONE
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate
 from ezpz_llm.layout.knobs import LayoutCheck

@@ -28,7 +28,7 @@ from ezpz_llm.engine.build import put_in_engine
 from ezpz_llm.engine.deepspeed_engine import mark_sharded
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.pipeline_engine import PipelineEngine
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.gpt import GPT

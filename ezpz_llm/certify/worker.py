@@ -36,7 +36,7 @@ from ezpz_llm.core.rundir.records import update_record
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agreement import PeerFailedError, run_together
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.launch.variables import EVALUATING, TRAINING
+from ezpz_llm.launcher.basics.variables import EVALUATING, TRAINING
 from ezpz_llm.observe import run_environment
 
 

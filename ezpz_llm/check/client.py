@@ -21,8 +21,8 @@ from ezpz_llm.check.rules.gathered import NETWORK, Unreached
 from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, read_json
 from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.core.rundir import RunDir, write_json
-from ezpz_llm.launch.addresses import resolve
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.addresses import resolve
+from ezpz_llm.launcher.basics.ranks import RankInfo
 
 _CONNECT_TIMEOUT_S = 2.0
 _REPORT_UNREACHED_AFTER_S = 8.0

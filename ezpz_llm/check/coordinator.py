@@ -24,9 +24,9 @@ from ezpz_llm.check.server import Member, PreflightServer
 from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, group_by_key, print_lines, run_secret
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import Launch, read_record
-from ezpz_llm.launch.addresses import is_loopback
-from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.launch.sites import find_site
+from ezpz_llm.launcher.basics.addresses import is_loopback
+from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.launcher.planning.sites import find_site
 
 # Fractions of the time limit at which stages end at the latest, and maximum seconds of short stages.
 _FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96

@@ -18,12 +18,12 @@ from ezpz_llm.check.rules.network import missing_interfaces
 from ezpz_llm.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
 from ezpz_llm.core.base import UserError, cache_dir, count_noun
 from ezpz_llm.core.rundir.records import Finding
-from ezpz_llm.launch.addresses import format_interfaces, is_loopback, list_interfaces
-from ezpz_llm.launch.dialects import choose_launcher
-from ezpz_llm.launch.hostlist import fold_numbers
-from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.launch.schedulers import find_allocation, local, schedulers
-from ezpz_llm.launch.sites import find_site
+from ezpz_llm.launcher.basics.addresses import format_interfaces, is_loopback, list_interfaces
+from ezpz_llm.launcher.basics.hostlist import fold_numbers
+from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.launcher.jobs.schedulers import find_allocation, local, schedulers
+from ezpz_llm.launcher.planning.dialects import choose_launcher
+from ezpz_llm.launcher.planning.sites import find_site
 
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ezpz_llm.core.base import UserError, make_private, run_secret
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.launch.master_variables import require_master_address, require_master_port
+from ezpz_llm.launcher.basics.master_variables import require_master_address, require_master_port
 
 _PORTS_TRIED = 8
 """Number of ports to try, from MASTER_PORT on: torchrun's agent or another program may hold MASTER_PORT."""

@@ -22,7 +22,7 @@ from ezpz_llm.check.messages import END, Reply, Request, receive, send
 from ezpz_llm.check.node_facts import first_line, is_about_network, read_network
 from ezpz_llm.check.rules.gathered import MPI
 from ezpz_llm.core.base import UserError
-from ezpz_llm.launch.cleanup import die_with_parent
+from ezpz_llm.launcher.basics.cleanup import die_with_parent
 
 _EXIT_WITHIN_S = 3.0
 _KEPT_LINES = 6

@@ -25,10 +25,10 @@ from ezpz_llm.check.facts import Devices, Facts, Master, Network, Route, Space
 from ezpz_llm.core.base import installed, system_text
 from ezpz_llm.core.base.memory_groups import usable_memory
 from ezpz_llm.core.rundir import redact
-from ezpz_llm.launch.addresses import address_towards, resolve
-from ezpz_llm.launch.devices import MASKS, visible_devices
-from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.addresses import address_towards, resolve
+from ezpz_llm.launcher.basics.devices import MASKS, visible_devices
+from ezpz_llm.launcher.basics.hostlist import expand_numbers
+from ezpz_llm.launcher.basics.ranks import RankInfo
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ONLINE = Path("/sys/devices/system/cpu/online")

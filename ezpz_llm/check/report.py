@@ -26,7 +26,7 @@ from ezpz_llm.core.base import count_noun
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import RunDir, without_secrets, write_json
 from ezpz_llm.core.rundir.records import Finding
-from ezpz_llm.launch.hostlist import fold_numbers
+from ezpz_llm.launcher.basics.hostlist import fold_numbers
 from ezpz_llm.observe.tables import table
 
 _MAX_ROWS = 24

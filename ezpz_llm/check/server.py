@@ -23,7 +23,7 @@ from ezpz_llm.check.endpoint import Endpoint, candidate_ports
 from ezpz_llm.check.facts import Facts, Measurement
 from ezpz_llm.check.messages import CLOCK, END, FACTS, Introduction, Reply, Request, authenticate, receive, send
 from ezpz_llm.core.base import UserError, escape_control_characters
-from ezpz_llm.launch.addresses import describe_port_holder, listen, local_address
+from ezpz_llm.launcher.basics.addresses import describe_port_holder, listen, local_address
 
 _DISCONNECTED = (EOFError, OSError, UserError)
 """Errors after which a connection ends. UserError is an invalid message."""

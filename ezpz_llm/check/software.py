@@ -17,8 +17,8 @@ from ezpz_llm.check.findings import first_problem
 from ezpz_llm.check.node_facts import drivers, mpi_library, torch_build
 from ezpz_llm.core.base import UserError, extensions_dir, installed, parse_json
 from ezpz_llm.core.rundir.records import Finding
-from ezpz_llm.launch.devices import visible_devices
-from ezpz_llm.launch.dialects import choose_launcher
+from ezpz_llm.launcher.basics.devices import visible_devices
+from ezpz_llm.launcher.planning.dialects import choose_launcher
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
 
 _MIN_PYTHON, _MIN_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 17, 6), (0, 20))

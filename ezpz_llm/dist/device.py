@@ -12,8 +12,8 @@ from torch.distributed import Store
 
 from ezpz_llm.core.base import UserError, count_noun, unknown_name_error
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.launch.devices import MASKS
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.devices import MASKS
+from ezpz_llm.launcher.basics.ranks import RankInfo
 
 
 def choose_device(asked: str | None, info: RankInfo) -> torch.device:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ezpz_llm.core.rundir import SideFiles
-from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE, STACKS_SIGNAL, STACKS_VARIABLE
+from ezpz_llm.launcher.basics.variables import HEARTBEAT_VARIABLE, STACKS_SIGNAL, STACKS_VARIABLE
 
 
 class Heartbeat:

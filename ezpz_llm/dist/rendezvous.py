@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ezpz_llm.core.base import PrivateFolder, UserError, derive_key, open_private, run_secret
-from ezpz_llm.launch.addresses import address_towards, describe_port_holder, is_loopback, listen, resolve
-from ezpz_llm.launch.master_variables import require_master_address, require_master_port
-from ezpz_llm.launch.ranks import MPI_FAMILIES, RankInfo
-from ezpz_llm.launch.variables import NODE_DIR_VARIABLE
+from ezpz_llm.launcher.basics.addresses import address_towards, describe_port_holder, is_loopback, listen, resolve
+from ezpz_llm.launcher.basics.master_variables import require_master_address, require_master_port
+from ezpz_llm.launcher.basics.ranks import MPI_FAMILIES, RankInfo
+from ezpz_llm.launcher.basics.variables import NODE_DIR_VARIABLE
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

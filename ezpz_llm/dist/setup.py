@@ -24,11 +24,11 @@ from ezpz_llm.dist.heartbeat import answer_with_stacks
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.optional_work import OptionalWork
 from ezpz_llm.dist.rendezvous import rendezvous, share_error_without_group
-from ezpz_llm.launch.addresses import list_interfaces, require_interfaces
-from ezpz_llm.launch.owner import Ownership, become_owner
-from ezpz_llm.launch.ranks import ALONE, RankInfo, find_rank
-from ezpz_llm.launch.schedulers import find_allocation
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
+from ezpz_llm.launcher.basics.addresses import list_interfaces, require_interfaces
+from ezpz_llm.launcher.basics.ranks import ALONE, RankInfo, find_rank
+from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
+from ezpz_llm.launcher.jobs.owner import Ownership, become_owner
+from ezpz_llm.launcher.jobs.schedulers import find_allocation
 
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "OMPI_COMM_WORLD_LOCAL_RANK", "GLOO_SOCKET_IFNAME")

@@ -12,7 +12,7 @@ from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.evaluate import tasks
 from ezpz_llm.evaluate.model import add_arguments, as_rank, plan_model
 from ezpz_llm.hf.weight_files import check_weight_files
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 
 _TASKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "val": (tasks.plan_validation, tasks.run_validation),

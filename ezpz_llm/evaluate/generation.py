@@ -15,7 +15,7 @@ from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, as_rank, open_model, plan_model
 from ezpz_llm.hf.tokenizer import encodes_special_tokens, tokenizer_of, tokenizer_warning
 from ezpz_llm.hf.weight_files import check_weight_files
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 
 if TYPE_CHECKING:
     from ezpz_llm.data.tokenizers import Tokenizer

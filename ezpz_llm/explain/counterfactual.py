@@ -15,7 +15,7 @@ from ezpz_llm.core.base import UserError, as_type, is_own, print_lines
 from ezpz_llm.core.rundir import RunDir, read_json, schemas
 from ezpz_llm.core.rundir.records import Environment, Launch, RunRecord, read_own_record
 from ezpz_llm.explain.split import Split
-from ezpz_llm.launch.child import launch_words, run_launch
+from ezpz_llm.launcher.basics.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.precision_recipes import SCALED
 from ezpz_llm.layout.value_source import Origin, read_sources

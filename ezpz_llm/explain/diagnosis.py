@@ -26,7 +26,7 @@ from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.explain.trace import BETWEEN
 from ezpz_llm.explain.trainer_run import TrainerRun, read_trainer_run
-from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.launcher.basics.hostlist import rank_ranges
 from ezpz_llm.layout.memory import bucket_bytes
 from ezpz_llm.observe.history import PHASES, History, read_history, steady_steps
 from ezpz_llm.observe.machine_load import MachineLoad, recorded_load

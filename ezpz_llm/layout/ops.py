@@ -25,7 +25,7 @@ import psutil
 
 from ezpz_llm.core.base import UserError, cache_dir, installed, print_lines, system_text, unknown_name_error
 from ezpz_llm.dist import Heartbeat
-from ezpz_llm.launch.variables import BUILDING
+from ezpz_llm.launcher.basics.variables import BUILDING
 from ezpz_llm.layout.layout import Layout
 
 OPS = {"cpu_adam": "CPUAdamBuilder", "pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.launch.variables import EVALUATING, TRAINING
+from ezpz_llm.launcher.basics.variables import EVALUATING, TRAINING
 from ezpz_llm.library.run import Run, is_current, setup
 
 

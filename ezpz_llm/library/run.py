@@ -23,7 +23,7 @@ from ezpz_llm.core.rundir.summary_record import Straggler
 from ezpz_llm.dist import Dist, Heartbeat, Mesh
 from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.dist.setup import setup as set_up_rank
-from ezpz_llm.launch.variables import ENDING, EVALUATING, RENDEZVOUS, SAVING, STARTING, TRAINING
+from ezpz_llm.launcher.basics.variables import ENDING, EVALUATING, RENDEZVOUS, SAVING, STARTING, TRAINING
 from ezpz_llm.library.recorded_values import as_figure, as_figures, as_scalar, as_step, as_tokens
 from ezpz_llm.library.step_clock import StepClock
 from ezpz_llm.observe import (

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
-from ezpz_llm.launch.variables import IN_COLOR, RANK_VARIABLE, TERMINAL_VARIABLE
+from ezpz_llm.launcher.basics.variables import IN_COLOR, RANK_VARIABLE, TERMINAL_VARIABLE
 
 DEFAULT_WIDTH = 80
 _WIDTH_LIMIT = 200

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.summary_record import Bubble, Rates, Spread, Straggler, Summary
-from ezpz_llm.launch.variables import LIVE_LINE
+from ezpz_llm.launcher.basics.variables import LIVE_LINE
 from ezpz_llm.observe.history import (
     OTHER,
     PHASES,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ezpz_llm.core.base import MAX_RANKS, MAX_REPEATS, UserError
 from ezpz_llm.core.base.command_parser import examples, typed_name, wrap_paragraph
-from ezpz_llm.launch.option_parsing import (
+from ezpz_llm.launcher.jobs.option_parsing import (
     Option,
     Options as LaunchOptions,
     command_line,

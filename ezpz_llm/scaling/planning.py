@@ -15,19 +15,19 @@ from typing import NamedTuple
 from ezpz_llm.core.base import UserError, count_noun, parse_json
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, has_secret
-from ezpz_llm.launch.check_report import CheckReport
-from ezpz_llm.launch.node_selection import select_nodes
-from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, remove_options, value_of
-from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.precheck import run_check
-from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
-from ezpz_llm.launch.schedulers.scheduler import Allocation
+from ezpz_llm.launcher.basics.check_report import CheckReport
+from ezpz_llm.launcher.jobs.node_selection import select_nodes
+from ezpz_llm.launcher.jobs.option_parsing import parse as parse_launch, read_command, remove_options, value_of
+from ezpz_llm.launcher.jobs.schedulers import QUICK, find_allocation, local, supplement
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation
+from ezpz_llm.launcher.planning.plan import LaunchPlan, build_plan
+from ezpz_llm.launcher.running.precheck import run_check
+from ezpz_llm.launcher.submit.job import plan_job
+from ezpz_llm.launcher.submit.options import parse as parse_submit
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.scaling.measurement import MIN_STEPS, measured_steps
 from ezpz_llm.scaling.options import Options, is_own_script
 from ezpz_llm.scaling.study import Mode, Point, Study
-from ezpz_llm.submit.job import plan_job
-from ezpz_llm.submit.options import parse as parse_submit
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 

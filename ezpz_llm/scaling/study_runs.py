@@ -17,10 +17,10 @@ from pathlib import Path
 from ezpz_llm.core.base import EXIT_USAGE, UserError, print_lines
 from ezpz_llm.core.rundir import RunDir, locked
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.launch.child import launch_words, run_launch
-from ezpz_llm.launch.liveness import read_live_state
-from ezpz_llm.launch.option_parsing import value_of
-from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
+from ezpz_llm.launcher.basics.child import launch_words, run_launch
+from ezpz_llm.launcher.basics.variables import ENDS_AT_VARIABLE
+from ezpz_llm.launcher.diagnosis.liveness import read_live_state
+from ezpz_llm.launcher.jobs.option_parsing import value_of
 from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.measurement import failed_repeat, measure
 from ezpz_llm.scaling.planning import THREADS_VARIABLE, hosts_options, study_allocation

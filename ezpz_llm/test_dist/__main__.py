@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.core.base import run_command
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 from ezpz_llm.test_dist.options import check, parser, reject_used_directory
 
 

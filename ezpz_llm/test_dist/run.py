@@ -26,7 +26,7 @@ from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.launch.variables import ENDING, RENDEZVOUS, STARTING, TRAINING
+from ezpz_llm.launcher.basics.variables import ENDING, RENDEZVOUS, STARTING, TRAINING
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.observe import PythonProfile, StepTimeline, profile_window, run_environment, series_plot, wants_color

@@ -12,8 +12,8 @@ from typing import Any
 from ezpz_llm.core.base import UserError, count_noun
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.jobs.option_parsing import parse as parse_launch, read_command
 from ezpz_llm.layout.layout import Places, rank_map, tp_crossing_warning
 from ezpz_llm.layout.memory import memory_per_rank, total
 from ezpz_llm.layout.value_source import Origin, ValueSource

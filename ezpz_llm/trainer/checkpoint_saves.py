@@ -10,7 +10,7 @@ from dataclasses import asdict
 from ezpz_llm import checkpoint
 from ezpz_llm.core.base import print_lines
 from ezpz_llm.core.rundir.records import CheckpointCost
-from ezpz_llm.launch.variables import SAVING
+from ezpz_llm.launcher.basics.variables import SAVING
 from ezpz_llm.trainer.callbacks.spike_guard import SpikeGuard
 from ezpz_llm.trainer.session import Session
 

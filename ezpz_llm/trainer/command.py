@@ -13,9 +13,9 @@ from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.core.base import UserError, print_lines
 from ezpz_llm.core.base.memory_groups import usable_memory
-from ezpz_llm.launch.addresses import is_local_address
-from ezpz_llm.launch.check_report import CheckReport, read_places
-from ezpz_llm.launch.devices import has_no_accelerator
+from ezpz_llm.launcher.basics.addresses import is_local_address
+from ezpz_llm.launcher.basics.check_report import CheckReport, read_places
+from ezpz_llm.launcher.basics.devices import has_no_accelerator
 from ezpz_llm.layout.layout import Places
 from ezpz_llm.trainer.callbacks.callback import Callback
 from ezpz_llm.trainer.callbacks.callback_checks import check_callbacks

@@ -13,8 +13,8 @@ from torch.distributed import ReduceOp
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agreement import all_reduce
-from ezpz_llm.launch.node.messages import read_stop_order
-from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE
+from ezpz_llm.launcher.basics.messages import read_stop_order
+from ezpz_llm.launcher.basics.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

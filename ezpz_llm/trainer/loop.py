@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ezpz_llm.launch.variables import COMPILING, TRAINING
+from ezpz_llm.launcher.basics.variables import COMPILING, TRAINING
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.trainer.checkpoint_saves import advance_async_save
 from ezpz_llm.trainer.device_copy import to_device

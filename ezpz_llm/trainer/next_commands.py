@@ -11,9 +11,9 @@ from pathlib import Path
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.data.tokenizers import Tokenizer
-from ezpz_llm.launch.node.messages import read_stop_order
-from ezpz_llm.launch.option_parsing import program_file, read_command
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.basics.messages import read_stop_order
+from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.jobs.option_parsing import program_file, read_command
 from ezpz_llm.layout.value_source import Origin
 from ezpz_llm.trainer.session import Session
 

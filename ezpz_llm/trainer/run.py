@@ -29,7 +29,7 @@ from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.evaluate.validation import open_corpus
 from ezpz_llm.hf.weights import open_for_ranks
-from ezpz_llm.launch.variables import LOADING, RENDEZVOUS, STARTING
+from ezpz_llm.launcher.basics.variables import LOADING, RENDEZVOUS, STARTING
 from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.document_mask import mask_documents

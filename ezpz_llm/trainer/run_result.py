@@ -6,7 +6,7 @@ import sys
 
 from ezpz_llm.core.base import print_lines
 from ezpz_llm.core.rundir.summary_record import Bubble, Straggler
-from ezpz_llm.launch.variables import ENDING
+from ezpz_llm.launcher.basics.variables import ENDING
 from ezpz_llm.observe import (
     PythonProfile,
     breakdown_tables,

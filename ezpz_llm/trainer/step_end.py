@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ezpz_llm.evaluate.validation import validation_loss
-from ezpz_llm.launch.variables import EVALUATING, SAMPLING
+from ezpz_llm.launcher.basics.variables import EVALUATING, SAMPLING
 from ezpz_llm.model.compile import eager
 from ezpz_llm.trainer.callbacks.callback_checks import Registered
 from ezpz_llm.trainer.callbacks.callback_runner import is_due

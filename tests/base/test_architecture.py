@@ -15,7 +15,7 @@ import pytest
 from slowness import scaled
 
 import ezpz_llm
-from ezpz_llm.launch.schedulers import SCHEDULERS
+from ezpz_llm.launcher.jobs.schedulers import SCHEDULERS
 
 PACKAGE = Path(ezpz_llm.__file__).parent
 PARSING_MODULE = PACKAGE / "base" / "untrusted_input.py"

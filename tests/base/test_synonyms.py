@@ -13,8 +13,8 @@ from slowness import scaled
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.synonyms import options_in, rows
 from ezpz_llm.data import __main__ as data
-from ezpz_llm.launch import option_parsing
-from ezpz_llm.submit import options as submit_options
+from ezpz_llm.launcher.jobs import option_parsing
+from ezpz_llm.launcher.submit import options as submit_options
 from ezpz_llm.trainer import options as trainer_options
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from slowness import scaled
 from ezpz_llm.check import doctor, software
 from ezpz_llm.core.base import count_noun
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.devices import Devices
+from ezpz_llm.launcher.basics.devices import Devices
 from ezpz_llm.layout import ops
 
 

@@ -29,7 +29,7 @@ from ezpz_llm.check.rules.gathered import Unreached
 from ezpz_llm.check.server import PreflightServer
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.records import as_plain, as_record
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
 SECRET = bytes(range(32))

@@ -25,7 +25,7 @@ from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.dist.mesh import AXES, Degrees
 from ezpz_llm.dist.rendezvous import _publish_name, node_file_store, share_error_without_group
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 
 STREAMS = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(["init", "data", "dropout", "sample"]),
                     st.integers(0, 2**24 - 1))

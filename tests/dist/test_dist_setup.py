@@ -20,7 +20,7 @@ from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.dist.setup import setup, warn_if_single_process
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 
 SCRIPT = str(HELPERS / "dist_ranks.py")
 MPIEXEC = shutil.which("mpiexec") or "mpiexec"

@@ -15,7 +15,7 @@ from ezpz_llm.check.messages import Request
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.setup import Dist
-from ezpz_llm.launch.ranks import ALONE
+from ezpz_llm.launcher.basics.ranks import ALONE
 from ezpz_llm.trainer import device_copy
 
 GPU = torch.device("cuda", 1)

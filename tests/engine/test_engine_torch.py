@@ -17,7 +17,7 @@ from ezpz_llm.engine.gradients import norm_and_clip, tensor_norms
 from ezpz_llm.engine.optimizer_state import make_optimizer
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.torch_engine import TorchEngine
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.init import decay_groups

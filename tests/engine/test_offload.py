@@ -23,7 +23,7 @@ from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import nvme
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.ops import is_built, needed_ops

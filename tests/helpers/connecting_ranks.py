@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 
 NAMES = ("PBS_JOBID", "PBS_ARRAY_INDEX", "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "OMP_NUM_THREADS",
          "EZPZ_LLM_ENDS_AT", "MASTER_ADDR", "MASTER_PORT")

@@ -38,7 +38,7 @@ from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, GradientDtypes
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig, get_model_config

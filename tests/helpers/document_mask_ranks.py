@@ -25,7 +25,7 @@ from tensor_parallel_ranks import (
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.document_mask import mask_documents

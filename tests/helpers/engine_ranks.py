@@ -28,7 +28,7 @@ from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
 from ezpz_llm.engine.torch_engine import TorchEngine
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 
 
 def load_batch() -> None:

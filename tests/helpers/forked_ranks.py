@@ -21,7 +21,7 @@ from typing import Any
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE
-from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE
+from ezpz_llm.launcher.basics.variables import HEARTBEAT_VARIABLE
 
 TRAIN = "ezpz_llm.train:main"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, append_line
 from ezpz_llm.core.rundir.records import update_record
 from ezpz_llm.dist.heartbeat import Heartbeat
-from ezpz_llm.launch.variables import RANK_VARIABLE, TRAINING
+from ezpz_llm.launcher.basics.variables import RANK_VARIABLE, TRAINING
 
 steps, step_s, code = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 rank, run_dir = int(os.environ[RANK_VARIABLE]), RunDir(Path(os.environ[RUN_DIR_VARIABLE]))

@@ -270,9 +270,9 @@ def foreignrun(rng: Random, folder: Path) -> object:
     """Read another user's run directory, in which any file may be hostile or special, with every command."""
     from ezpz_llm.checkpoint.__main__ import main as checkpoint
     from ezpz_llm.explain.command import main as explain
-    from ezpz_llm.launch.status import read_status
+    from ezpz_llm.launcher.diagnosis.status import read_status
+    from ezpz_llm.launcher.submit.state import find_state
     from ezpz_llm.report.__main__ import main as report
-    from ezpz_llm.submit.state import find_state
     from ezpz_llm.watch import main as watch
     from ezpz_llm.why import main as why
 
@@ -338,7 +338,7 @@ def hfconfig(rng: Random, folder: Path) -> object:
 
 @kind
 def hostfile(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch import hostfile as hostfiles
+    from ezpz_llm.launcher.jobs import hostfile as hostfiles
 
     return hostfiles.read(
         written(folder, "hosts", mutate.data(rng, "n1 slots=4\nn2:2\nn3\n# no host\nn4.site.org\n"))
@@ -347,7 +347,7 @@ def hostfile(rng: Random, folder: Path) -> object:
 
 @kind
 def hostlist(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist
+    from ezpz_llm.launcher.basics.hostlist import expand_counts, expand_hostlist
 
     if rng.random() < 0.3:
         return expand_counts(mutate.text(rng, "2(x2),1,4(x10)"))
@@ -356,7 +356,7 @@ def hostlist(rng: Random, folder: Path) -> object:
 
 @kind
 def launchcli(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.__main__ import main
+    from ezpz_llm.launcher.running.command import main
 
     return main(
         [
@@ -389,7 +389,7 @@ def launchcli(rng: Random, folder: Path) -> object:
 
 @kind
 def lsf(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.schedulers.lsf import LsfScheduler, read_time_left
+    from ezpz_llm.launcher.jobs.schedulers.lsf import LsfScheduler, read_time_left
 
     path = written(folder, "hosts", mutate.data(rng, "n1\nn1\nn2\nn2\n"))
     env = {"LSB_JOBID": "7", "LSB_JOBINDEX": "3"} | rng.choice(
@@ -474,7 +474,7 @@ def metajunk(rng: Random, folder: Path) -> object:
 @kind
 def nodefile(rng: Random, folder: Path) -> object:
     """Read the node files of Grid Engine, OAR, Cobalt and PJM."""
-    from ezpz_llm.launch.schedulers.node_files import COBALT, GRID_ENGINE, OAR, PJM
+    from ezpz_llm.launcher.jobs.schedulers.node_files import COBALT, GRID_ENGINE, OAR, PJM
 
     scheduler, mark, name, line = rng.choice(
         [
@@ -491,7 +491,13 @@ def nodefile(rng: Random, folder: Path) -> object:
 
 @kind
 def orders(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.node.messages import SignalOrder, StacksOrder, read_orders, read_reports, read_stop_order
+    from ezpz_llm.launcher.basics.messages import (
+        SignalOrder,
+        StacksOrder,
+        read_orders,
+        read_reports,
+        read_stop_order,
+    )
 
     run_dir = _run(
         rng,
@@ -513,7 +519,7 @@ def orders(rng: Random, folder: Path) -> object:
 
 @kind
 def pbs(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.schedulers.pbs import PbsScheduler
+    from ezpz_llm.launcher.jobs.schedulers.pbs import PbsScheduler
 
     path = written(folder, "nodes", mutate.data(rng, "n1\nn1\nn2\nn2\n"))
     env = {"PBS_JOBID": "7.server", "NCPUS": "8", "PBS_NODEFILE": str(path)}
@@ -551,7 +557,7 @@ def presets_corpus(rng: Random, folder: Path) -> object:
 
 @kind
 def qstat(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.schedulers.pbs import read_job
+    from ezpz_llm.launcher.jobs.schedulers.pbs import read_job
 
     whole = {
         "timestamp": 1700000000,
@@ -570,7 +576,7 @@ def qstat(rng: Random, folder: Path) -> object:
 
 @kind
 def rankenv(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.ranks import find_rank
+    from ezpz_llm.launcher.basics.ranks import find_rank
 
     return find_rank(
         mutate.environment(
@@ -656,7 +662,7 @@ def shards(rng: Random, folder: Path) -> object:
 
 @kind
 def slurm(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.schedulers.slurm import SlurmScheduler
+    from ezpz_llm.launcher.jobs.schedulers.slurm import SlurmScheduler
 
     return SlurmScheduler().detect(
         mutate.environment(
@@ -679,7 +685,7 @@ def slurm(rng: Random, folder: Path) -> object:
 
 @kind
 def submitcli(rng: Random, folder: Path) -> object:
-    from ezpz_llm.submit.options import parse
+    from ezpz_llm.launcher.submit.options import parse
 
     return parse(mutate.words(rng, ["--nodes", "2", "--time", "1:00:00", "--account", "a", "--chain", "2", "--",
                                     *TRAINING]))
@@ -687,7 +693,7 @@ def submitcli(rng: Random, folder: Path) -> object:
 
 @kind
 def toml(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.sites import read_site
+    from ezpz_llm.launcher.planning.sites import read_site
 
     whole = rng.choice(sorted((data_dir("launchers") / "sites").glob("*.toml"))).read_text()
     content = mutate.data(rng, whole)

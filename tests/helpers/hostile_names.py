@@ -16,7 +16,7 @@ _HOSTNAMES = ["n1", "n1.a.site.org", "N1.A.Site.Org.", "n1.b.site.org", "10.0.0.
 
 @kind
 def hostnames(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.hostnames import match_names, match_same_nodes, node_keys
+    from ezpz_llm.launcher.basics.hostnames import match_names, match_same_nodes, node_keys
 
     def names() -> list[str]:
         whole = [rng.choice(_HOSTNAMES) for _ in range(rng.randrange(1, 40))] * rng.choice([1, 1, 1, 200])

@@ -22,7 +22,7 @@ MODULES = {
     "no name": "from ezpz_llm.layout.optimizers import Optimizer\n"
                "class Mine(Optimizer):\n    def build(self, groups, settings, fused): pass\n"
                "PLUGIN = Mine(['adamw'], 'mine', {})",
-    "slurm": "from ezpz_llm.launch.schedulers.scheduler import Scheduler\n"
+    "slurm": "from ezpz_llm.launcher.jobs.schedulers.scheduler import Scheduler\n"
              "class Mine(Scheduler):\n    NAME = 'slurm'; TITLE = 'mine'; JOB_VARIABLE = 'MINE'\n"
              "    def detect(self, env): return None\nPLUGIN = Mine()",
     "base exception": "class Odd(BaseException): pass\nraise Odd('gone')",
@@ -34,7 +34,7 @@ MODULES = {
     "signature": "from ezpz_llm import Callback\nclass PLUGIN(Callback):\n    def on_log(self, context): pass",
     "property": "from ezpz_llm import Callback\nclass PLUGIN(Callback):\n    name = property(lambda self: '')",
     "arguments": "from ezpz_llm import Callback\nclass PLUGIN(Callback):\n    def __init__(self, needed): pass",
-    "pattern": "from ezpz_llm.launch.dialects.work import Dialect\nPLUGIN = Dialect('mine', '(', print)",
+    "pattern": "from ezpz_llm.launcher.planning.dialects.work import Dialect\nPLUGIN = Dialect('mine', '(', print)",
 }
 """Source of each plug-in module."""
 GOOD = "from ezpz_llm import Callback\nclass PLUGIN(Callback): pass"

@@ -80,7 +80,7 @@ def loglines(rng: Random, folder: Path) -> object:
 @kind
 def process(rng: Random, folder: Path) -> object:
     """Let the cleanup end a process with an arbitrary name and environment."""
-    from ezpz_llm.launch.cleanup import end_marked
+    from ezpz_llm.launcher.basics.cleanup import end_marked
 
     run_id = f"{rng.getrandbits(128):032x}"
     program = os.path.join(os.fsencode(folder), hostile_processes.name(rng))

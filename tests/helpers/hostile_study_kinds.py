@@ -208,8 +208,8 @@ def _on_path(folder: Path) -> Iterator[None]:
 @kind
 def plugin(rng: Random, folder: Path) -> object:
     """Load the entry points of a damaged package, or an invalid plug-in."""
-    from ezpz_llm.launch.dialects import dialects
-    from ezpz_llm.launch.schedulers import schedulers
+    from ezpz_llm.launcher.jobs.schedulers import schedulers
+    from ezpz_llm.launcher.planning.dialects import dialects
     from ezpz_llm.layout.optimizers import _all_optimizers
     from ezpz_llm.trainer.callbacks.installed_callbacks import installed_callbacks
 

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "PMI_RANK",
          "PMIX_RANK", "TORCH_CPP_LOG_LEVEL", "MY_OWN", "EZPZ_LLM_OF_MINE", "SITE_WORD", "WRAPPED", "RANK",

@@ -107,7 +107,7 @@ def two_users() -> Iterator[Strangers]:
         for user in users:
             until_the_end.callback(_remove_files, holder, is_root, user)
             until_the_end.callback(user.end_all)
-        if (attempt := users[0].python("import ezpz_llm.launch.__main__", timeout=_PREPARE_S)).returncode:
+        if (attempt := users[0].python("import ezpz_llm.launcher.running.command", timeout=_PREPARE_S)).returncode:
             pytest.skip(f"another user cannot use this Python environment: {attempt.stderr.strip()[-300:]}")
         yield Strangers(users[0], users[1], shared)
 

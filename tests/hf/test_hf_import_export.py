@@ -26,7 +26,7 @@ from ezpz_llm.hf.config import from_hf, stored_tensors, to_hf
 from ezpz_llm.hf.source import find_source, with_model_changes
 from ezpz_llm.hf.tokenizer import write_tokenizer
 from ezpz_llm.hf.weights import export, open_weights
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import HEAD, MODELS, TABLE, ModelConfig, get_model_config
 from ezpz_llm.model.gpt import GPT

@@ -26,7 +26,7 @@ from launch_runs import record
 from places import HELPERS, ROOT
 from simcluster.cluster import Cluster, Command
 
-from ezpz_llm.launch.hostlist import expand_hostlist
+from ezpz_llm.launcher.basics.hostlist import expand_hostlist
 
 RESULTS = ROOT / "benchmarks/results/faults.md"
 EVIDENCE = ROOT / "docs/evidence/failure_tests.md"
@@ -330,7 +330,7 @@ def test_fault(played: dict[tuple[str, str], Future[Seen]], fault: Fault) -> Non
     for expected in fault.says:
         assert re.search(_pattern(expected, seen.hosts), seen.text), f"{expected}\n{seen.text}"
     assert seen.code == fault.code, seen.text
-    assert 'ezpz_llm/launch/' not in re.sub(r"(?m)^  \\|.*", "", seen.text), seen.text
+    assert 'ezpz_llm/launcher/' not in re.sub(r"(?m)^  \\|.*", "", seen.text), seen.text
     assert seen.left == {}
 
 

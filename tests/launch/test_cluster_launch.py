@@ -21,7 +21,7 @@ from slowness import scaled
 
 from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.dist.device import device_index
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launcher.basics.ranks import RankInfo
 
 MEET = f"{sys.executable} {HELPERS / 'connecting_ranks.py'}"
 LAUNCHERS = ("srun", "mpiexec", "torchrun")
@@ -187,7 +187,7 @@ wait %1; echo "one rc=$?"; wait %2; echo "two rc=$?"
 srun -N1 -n1 --nodelist n3 launch --run-dir nested -n 2 {MEET}; echo "nested rc=$?"
 srun -N2 -n4 launch {MEET.split()[0]} -c '
 import os, socket
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 info = find_rank(os.environ)
 print(f"rank {{info.rank}} of {{info.world_size}} on {{socket.gethostname()}}")'
 launch --hosts n1,n5 hostname
@@ -266,8 +266,8 @@ echo rc=$?
 
 _DEVICES = """
 import json, os, socket
-from ezpz_llm.launch.devices import visible_devices
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.devices import visible_devices
+from ezpz_llm.launcher.basics.ranks import find_rank
 info = find_rank(os.environ)
 print(json.dumps({"host": socket.gethostname(), "local_rank": info.local_rank, "local_size": info.local_size,
                   "visible": visible_devices(os.environ).ids}))

@@ -26,8 +26,8 @@ from slowness import scaled
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.package_data import cache_dir, data_dir
-from ezpz_llm.launch.dialects.srun_mpi import mpi_settings, offered_plugins
-from ezpz_llm.launch.mpi_world import detect_mpi, find_disconnected_mpi
+from ezpz_llm.launcher.jobs.mpi_world import detect_mpi, find_disconnected_mpi
+from ezpz_llm.launcher.planning.dialects.srun_mpi import mpi_settings, offered_plugins
 
 SCRIPTS = ROOT / "examples/unchanged"
 NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deepspeed",

@@ -17,8 +17,8 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch import addresses
-from ezpz_llm.launch.addresses import (
+from ezpz_llm.launcher.basics import addresses
+from ezpz_llm.launcher.basics.addresses import (
     bind_error,
     derived_ports,
     describe_port_holder,
@@ -121,7 +121,7 @@ def test_a_derived_port_is_free_and_its_own() -> None:
 
 def test_ports_that_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with _listening() as port:
-        monkeypatch.setattr("ezpz_llm.launch.addresses.derived_ports", lambda key: iter([port]))
+        monkeypatch.setattr("ezpz_llm.launcher.basics.addresses.derived_ports", lambda key: iter([port]))
         with pytest.raises(UserError, match=rf"; port \d+: pid {os.getpid()} \("):
             free_port("127.0.0.1", "key")
 
@@ -134,8 +134,8 @@ def test_a_holder_that_cannot_be_seen() -> None:
         pytest.skip("only root can look with another user's eyes")
     with _listening() as port:
         # In a child: pytest itself stays root.
-        script = f"import os; os.setuid(65534); print(ezpz_llm.launch.addresses.describe_port_holder({port}))"
-        done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launch.addresses; {script}"],
+        script = f"import os; os.setuid(65534); print(ezpz_llm.launcher.basics.addresses.describe_port_holder({port}))"
+        done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launcher.basics.addresses; {script}"],
                               capture_output=True, text=True, timeout=scaled(120), check=True)
     assert done.stdout == "a process owned by root, which is not visible from here\n"
 

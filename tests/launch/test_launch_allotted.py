@@ -10,10 +10,10 @@ import pytest
 from launch_runs import CAPTURED, captured_env
 from simcluster.cluster import Cluster
 
-from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.schedulers import pbs
-from ezpz_llm.launch.schedulers.slurm_queries import read_job
+from ezpz_llm.launcher.jobs.option_parsing import parse
+from ezpz_llm.launcher.jobs.schedulers import pbs
+from ezpz_llm.launcher.jobs.schedulers.slurm_queries import read_job
+from ezpz_llm.launcher.planning.plan import LaunchPlan, build_plan
 
 _EXEC_VNODE = '{"Jobs": {"1": {"exec_host": "n1/0+n2/0*2", "exec_vnode": "%s"}}}'
 

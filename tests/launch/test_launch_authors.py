@@ -13,12 +13,12 @@ from launch_runs import CAPTURED, launch, record
 from simcluster.cluster import Cluster
 from slowness import scaled
 
-from ezpz_llm.launch.failures import log_kinds
-from ezpz_llm.launch.failures.kinds import Kind
-from ezpz_llm.launch.failures.log_patterns import read_abort, read_messages
-from ezpz_llm.launch.failures.run_facts import RunFacts
-from ezpz_llm.launch.failures.verdict_rules import Evidence, find_root_cause
-from ezpz_llm.launch.program_output import MarkReader, mark
+from ezpz_llm.launcher.basics import log_kinds
+from ezpz_llm.launcher.basics.program_output import MarkReader, mark
+from ezpz_llm.launcher.diagnosis.log_patterns import read_abort, read_messages
+from ezpz_llm.launcher.diagnosis.verdict_rules import Evidence, find_root_cause
+from ezpz_llm.launcher.on_nodes.kinds import Kind
+from ezpz_llm.launcher.on_nodes.run_facts import RunFacts
 
 _CANCELLED = "slurmstepd: error: *** {} ON n1 CANCELLED AT 2026-01-02T03:04:05 {}***\n"
 _AT = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))

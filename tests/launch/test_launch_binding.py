@@ -19,13 +19,13 @@ from launch_runs import clean_env, launch
 from simcluster.cluster import Cluster
 from slowness import scaled
 
-from ezpz_llm.launch import devices as devices_module
-from ezpz_llm.launch.binding.core_binding import BindingInputs, choose_binding, deal_cores
-from ezpz_llm.launch.binding.rank_binding import Binding, CoreOption
-from ezpz_llm.launch.binding.topology import Domain, Topology, site_topology, system_topology
-from ezpz_llm.launch.devices import Devices, device_addresses
-from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
-from ezpz_llm.launch.sites import Site, find_site
+from ezpz_llm.launcher.basics import devices as devices_module
+from ezpz_llm.launcher.basics.devices import Devices, device_addresses
+from ezpz_llm.launcher.basics.hostlist import expand_numbers, fold_numbers
+from ezpz_llm.launcher.planning.binding.core_binding import BindingInputs, choose_binding, deal_cores
+from ezpz_llm.launcher.planning.binding.topology import Domain, Topology, site_topology, system_topology
+from ezpz_llm.launcher.planning.rank_binding import Binding, CoreOption
+from ezpz_llm.launcher.planning.sites import Site, find_site
 
 _NO_DEVICES = Devices((), "none")
 
@@ -297,8 +297,8 @@ def test_ranks_on_other_hosts_run_on_their_cores(cluster: Cluster, tmp_path: Pat
 
 
 def test_a_node_without_the_cores_is_reported() -> None:
-    program = ("import os; from ezpz_llm.launch.shim.rank import bind_to_cores;"
-               " from ezpz_llm.launch.ranks import find_rank; bind_to_cores(find_rank({}), os.environ);"
+    program = ("import os; from ezpz_llm.launcher.on_nodes.shim.rank import bind_to_cores;"
+               " from ezpz_llm.launcher.basics.ranks import find_rank; bind_to_cores(find_rank({}), os.environ);"
                " print(sorted(os.sched_getaffinity(0)))")
     done = subprocess.run([sys.executable, "-c", program], env=clean_env(EZPZ_LLM_BIND="9000-9007"),
                           timeout=scaled(60), capture_output=True, text=True, check=True)

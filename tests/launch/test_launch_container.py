@@ -16,9 +16,9 @@ import step_standin
 from launch_runs import launch, need_mpiexec, scheduler as make_program
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.launch import devices
-from ezpz_llm.launch.container import choose_container
-from ezpz_llm.launch.sites import Container, find_site
+from ezpz_llm.launcher.basics import devices
+from ezpz_llm.launcher.planning.container import choose_container
+from ezpz_llm.launcher.planning.sites import Container, find_site
 
 _APPTAINER = """
 [ "$1 $2" = "exec --bind" ] && [ -d "$3" ] || exit 9

@@ -8,8 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from ezpz_llm.core.rundir.files import RunDir
-from ezpz_llm.launch.failures.run_facts import Failure, read_failures
-from ezpz_llm.launch.node.messages import (
+from ezpz_llm.launcher.basics.messages import (
     RUNNING,
     NodeReport,
     RankReport,
@@ -21,6 +20,7 @@ from ezpz_llm.launch.node.messages import (
     read_stop_order,
     write_report,
 )
+from ezpz_llm.launcher.on_nodes.run_facts import Failure, read_failures
 
 HOSTILE = ["{", "", "3", "null", "[]", "{}", '{"run_id": "me"}', "[" * 50_000, "1" * 5000, '{"run_id": ["me"]}']
 

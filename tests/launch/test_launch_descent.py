@@ -25,7 +25,7 @@ from simcluster.cluster import Cluster
 from slowness import scaled
 from strangers import Strangers
 
-from ezpz_llm.launch.node.folder import agent_pids, remove
+from ezpz_llm.launcher.basics.node_folder import agent_pids, remove
 
 _FEW, _MANY = 12, 200
 
@@ -93,7 +93,7 @@ def _await_children(folder: Path, tag: str, count: int) -> None:
 
 def _shims(processes: Iterable[tuple[int, str]]) -> set[int]:
     """Return the process ids of the ranks' shims, from pairs of process id and command line."""
-    forked = {pid for pid, words in processes if words.split()[1:3] == ["-m", "ezpz_llm.launch.shim"]}
+    forked = {pid for pid, words in processes if words.split()[1:3] == ["-m", "ezpz_llm.launcher.on_nodes.shim"]}
     # A shim's children include forked copies of it: a janitor, and the node's agent.
     shims = {pid for pid in forked if _parent(pid) not in forked}
     assert len(shims) == 2
@@ -328,7 +328,7 @@ raise SystemExit(3)
                               capture_output=True, text=True, timeout=scaled(60), check=False)
 
     try:
-        attempt = as_nobody("-c", "import os, ezpz_llm.launch.__main__; os.setresuid(0, 0, 0)")
+        attempt = as_nobody("-c", "import os, ezpz_llm.launcher.running.command; os.setresuid(0, 0, 0)")
         if attempt.returncode:
             pytest.skip(f"cannot run as another user: {attempt.stderr[-200:]}")
         done = as_nobody("-m", "ezpz_llm.launch", "-n", "1", "--run-dir", "r", sys.executable, "program.py")

@@ -15,7 +15,7 @@ from slowness import scaled
 _MINE = '''
 """A dialect of another package."""
 
-from ezpz_llm.launch.dialects.work import Built, Dialect
+from ezpz_llm.launcher.planning.dialects.work import Built, Dialect
 
 
 def build(program, work):

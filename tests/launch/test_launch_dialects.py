@@ -12,14 +12,14 @@ import pytest
 from launch_runs import CAPTURED, launch
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.binding.logical_cores import logical_cores
-from ezpz_llm.launch.binding.rank_binding import Binding
-from ezpz_llm.launch.devices import MASKS
-from ezpz_llm.launch.dialects import choose_launcher, identify, srun, torchrun
-from ezpz_llm.launch.dialects.work import Built, Dialect, Launcher, Work, mask
-from ezpz_llm.launch.environment import forwarded_names, is_users_choice
-from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.placement import Placement
+from ezpz_llm.launcher.basics.devices import MASKS
+from ezpz_llm.launcher.basics.hostlist import expand_numbers
+from ezpz_llm.launcher.planning.dialects import choose_launcher, identify, srun, torchrun
+from ezpz_llm.launcher.planning.dialects.work import Built, Dialect, Launcher, Work, mask
+from ezpz_llm.launcher.planning.environment import forwarded_names, is_users_choice
+from ezpz_llm.launcher.planning.logical_cores import logical_cores
+from ezpz_llm.launcher.planning.placement import Placement
+from ezpz_llm.launcher.planning.rank_binding import Binding
 
 _PALS = "mpiexec version 1.8.0 revision 1.2.3\n"
 _TWO = (("n1", 2), ("n2", 2))
@@ -132,7 +132,7 @@ def test_long_host_lists_go_into_a_file() -> None:
 
 def test_binding_in_each_launchers_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
     # Open MPI numbers cores itself. For other nodes, the numbers come from the site, not from this machine.
-    monkeypatch.setattr("ezpz_llm.launch.dialects.openmpi.logical_cores", lambda: {1: 7, 2: 7, 3: 8, 4: 8, 5: 9})
+    monkeypatch.setattr("ezpz_llm.launcher.planning.dialects.openmpi.logical_cores", lambda: {1: 7, 2: 7, 3: 8, 4: 8, 5: 9})
     listed, depth, none = (_work(*_TWO, bound=kind) for kind in ("list", "depth", "none"))
     assert " -bind-to user:1+2+5,3+4 " in _words(_built("mpich", listed))
     assert "-bind-to" not in _words(_built("mpich", none))
@@ -225,7 +225,7 @@ def test_torchrun_on_several_hosts(scheduler: str) -> None:
 
     work = _work(*_TWO, bound="list", scheduler=scheduler, cores_per_node=9, site_options=("--gpus-per-task=1",))
     words = _words(torchrun.build("torchrun", work, starter))
-    outer, inner = words.split(" python3 -m ezpz_llm.launch.dialects.on_node ")
+    outer, inner = words.split(" python3 -m ezpz_llm.launcher.planning.dialects.on_node ")
     assert inner == ("2 2 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend static --rdzv-endpoint n1-hsn:4242"
                      " --log-dir /r/torchrun --no-python --")
     assert "gpus-per-task" not in words

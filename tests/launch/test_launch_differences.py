@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.core.rundir.stop import Stop
-from ezpz_llm.launch.failures.differences import (
+from ezpz_llm.launcher.diagnosis.differences import (
     Frame,
     describe_blocking_rank,
     find_blocking_ranks,
@@ -16,10 +16,10 @@ from ezpz_llm.launch.failures.differences import (
     minority_ranks,
     stack_in_log,
 )
-from ezpz_llm.launch.failures.kinds import Kind
-from ezpz_llm.launch.failures.run_facts import RunFacts
-from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
-from ezpz_llm.launch.liveness import RankLife
+from ezpz_llm.launcher.diagnosis.liveness import RankLife
+from ezpz_llm.launcher.diagnosis.verdict_rules import Evidence, Verdict, find_root_cause
+from ezpz_llm.launcher.on_nodes.kinds import Kind
+from ezpz_llm.launcher.on_nodes.run_facts import RunFacts
 
 _BY_FAULT_HANDLER = """rank 3 on n2
 process 7: python3 train.py

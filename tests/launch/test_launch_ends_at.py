@@ -13,9 +13,9 @@ import pytest
 from launch_runs import CAPTURED, captured_env, clean_env, launch
 from slowness import scaled
 
-from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, pbs, supplement
-from ezpz_llm.launch.schedulers.scheduler import Allocation
-from ezpz_llm.launch.schedulers.slurm_queries import read_squeue
+from ezpz_llm.launcher.jobs.schedulers import PATIENT, QUICK, find_allocation, pbs, supplement
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation
+from ezpz_llm.launcher.jobs.schedulers.slurm_queries import read_squeue
 
 # Time zone of the machine on which the files were captured.
 _ZONE = "UTC"

@@ -20,7 +20,7 @@ import step_standin
 from launch_runs import captured_env, launch, left_over, need_mpiexec, record, scheduler as make_program
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.schedulers import SCHEDULERS, find_allocation, schedulers
+from ezpz_llm.launcher.jobs.schedulers import SCHEDULERS, find_allocation, schedulers
 
 _SGE = "{0} {1} all.q@{0} UNDEFINED"
 
@@ -212,7 +212,7 @@ def test_every_rank_is_shown_and_knows_its_place(tmp_path: Path, name: str) -> N
 
 _LATE = """
 import os, sys, time
-if "ezpz_llm.launch.shim" in sys.orig_argv and os.environ.get("{variable}") == "1":
+if "ezpz_llm.launcher.on_nodes.shim" in sys.orig_argv and os.environ.get("{variable}") == "1":
     time.sleep(1000)
 """
 

@@ -14,9 +14,9 @@ from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.dist.degrees import Degrees
-from ezpz_llm.launch.check_report import format_places, read_places
-from ezpz_llm.launch.hostlist import expand_hostlist, fold_hostnames
-from ezpz_llm.launch.variables import PLACES_VARIABLE
+from ezpz_llm.launcher.basics.check_report import format_places, read_places
+from ezpz_llm.launcher.basics.hostlist import expand_hostlist, fold_hostnames
+from ezpz_llm.launcher.basics.variables import PLACES_VARIABLE
 from ezpz_llm.layout.layout import Layout, ZeroOptions, rank_map, tp_crossing_warning
 
 TRAIN = ("python3", "-m", "ezpz_llm.train")

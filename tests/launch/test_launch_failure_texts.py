@@ -22,13 +22,13 @@ from slowness import scaled
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import update_record
-from ezpz_llm.launch.failures import timed_pattern
-from ezpz_llm.launch.failures.classify import classify
-from ezpz_llm.launch.failures.kinds import CONSEQUENCE_KINDS, Kind
-from ezpz_llm.launch.failures.known_failures import FailureText, read_texts, shipped_texts
-from ezpz_llm.launch.failures.postmortem import postmortem_of
-from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
-from ezpz_llm.launch.failures.timed_pattern import TimedPattern
+from ezpz_llm.launcher.diagnosis.classify import classify
+from ezpz_llm.launcher.diagnosis.postmortem import postmortem_of
+from ezpz_llm.launcher.on_nodes import timed_pattern
+from ezpz_llm.launcher.on_nodes.kinds import CONSEQUENCE_KINDS, Kind
+from ezpz_llm.launcher.on_nodes.known_failures import FailureText, read_texts, shipped_texts
+from ezpz_llm.launcher.on_nodes.run_facts import Failure, Raised, RunFacts
+from ezpz_llm.launcher.on_nodes.timed_pattern import TimedPattern
 
 _ABORTED = "SIGABRT"
 
@@ -215,7 +215,7 @@ def test_why_takes_texts_from_a_run_only_if_all_is_our_own(tmp_path: Path, whose
 _SLOW = """
 import sys
 from pathlib import Path
-from ezpz_llm.launch.failures.known_failures import find_text, read_texts
+from ezpz_llm.launcher.on_nodes.known_failures import find_text, read_texts
 texts = read_texts(Path("slow.toml"))
 assert find_text(texts, ["a" * 1_000_000]) is None
 assert find_text(texts, ["a" * 1990 + "b" + "a" * 1_000_000])[0].name == "slow"

@@ -19,17 +19,17 @@ from slowness import scaled
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import read_record, update_record
 from ezpz_llm.core.rundir.stop import Stop
-from ezpz_llm.launch.failures import log_kinds
-from ezpz_llm.launch.failures.classify import classify
-from ezpz_llm.launch.failures.kinds import Kind
-from ezpz_llm.launch.failures.log_patterns import LogMatch, read_abort, read_messages
-from ezpz_llm.launch.failures.postmortem import postmortem_of
-from ezpz_llm.launch.failures.recorded_exit import exit_record, facts_from
-from ezpz_llm.launch.failures.run_facts import Failure, Raised, RunFacts
-from ezpz_llm.launch.failures.verdict_rules import Evidence, Verdict, find_root_cause
-from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
-from ezpz_llm.launch.liveness import UNUSUAL_STATES
-from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
+from ezpz_llm.launcher.basics import log_kinds
+from ezpz_llm.launcher.basics.hostlist import expand_numbers, fold_numbers
+from ezpz_llm.launcher.basics.messages import NodeReport, RankReport, write_report
+from ezpz_llm.launcher.diagnosis.classify import classify
+from ezpz_llm.launcher.diagnosis.liveness import UNUSUAL_STATES
+from ezpz_llm.launcher.diagnosis.log_patterns import LogMatch, read_abort, read_messages
+from ezpz_llm.launcher.diagnosis.postmortem import postmortem_of
+from ezpz_llm.launcher.diagnosis.recorded_exit import exit_record, facts_from
+from ezpz_llm.launcher.diagnosis.verdict_rules import Evidence, Verdict, find_root_cause
+from ezpz_llm.launcher.on_nodes.kinds import Kind
+from ezpz_llm.launcher.on_nodes.run_facts import Failure, Raised, RunFacts
 
 _GLOO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:9"
 

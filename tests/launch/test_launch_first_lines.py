@@ -19,9 +19,9 @@ from launch_runs import captured_env
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.plan_text import opening_lines
+from ezpz_llm.launcher.jobs.option_parsing import parse
+from ezpz_llm.launcher.planning.plan import LaunchPlan, build_plan
+from ezpz_llm.launcher.planning.plan_text import opening_lines
 
 NOTE = "the end of the job is not known: squeue is not on PATH, so that nothing is saved before the job ends"
 _COMMAND = "python3 -m ezpz_llm.train"

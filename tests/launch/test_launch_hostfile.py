@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.launch import hostfile
+from ezpz_llm.launcher.jobs import hostfile
 
 
 @pytest.mark.parametrize(("line", "problem", "instead"), [

@@ -19,10 +19,10 @@ from launch_runs import clean_env, launch, left_over, record, start
 from places import TESTS
 from slowness import scaled
 
-from ezpz_llm.launch.cleanup import end_marked
-from ezpz_llm.launch.node import processes as module
-from ezpz_llm.launch.node.folder import agent_pids, parse_heartbeat, remove
-from ezpz_llm.launch.node.processes import (
+from ezpz_llm.launcher.basics import processes as module
+from ezpz_llm.launcher.basics.cleanup import end_marked
+from ezpz_llm.launcher.basics.node_folder import agent_pids, parse_heartbeat, remove
+from ezpz_llm.launcher.basics.processes import (
     ProcessIdentity,
     by_age,
     list_processes,

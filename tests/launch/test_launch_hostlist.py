@@ -15,7 +15,7 @@ from launch_runs import CAPTURED, cpu_seconds
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.hostlist import expand_counts, expand_hostlist
+from ezpz_llm.launcher.basics.hostlist import expand_counts, expand_hostlist
 
 needs_scontrol = pytest.mark.skipif(shutil.which("scontrol") is None, reason="no scontrol here (slurm-client)")
 

@@ -11,9 +11,9 @@ import pytest
 from launch_runs import captured_env, launch
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch import addresses, hostfile, node_selection
-from ezpz_llm.launch.addresses import domain_notes, find_local_node, is_local_address
-from ezpz_llm.launch.hostnames import (
+from ezpz_llm.launcher.basics import addresses
+from ezpz_llm.launcher.basics.addresses import domain_notes, find_local_node, is_local_address
+from ezpz_llm.launcher.basics.hostnames import (
     NodeNames,
     count_repeats,
     is_same_node,
@@ -21,10 +21,11 @@ from ezpz_llm.launch.hostnames import (
     match_same_nodes,
     node_keys,
 )
-from ezpz_llm.launch.schedulers import QUICK, find_allocation, pbs, supplement
-from ezpz_llm.launch.schedulers.lsf import LsfScheduler
-from ezpz_llm.launch.schedulers.node_files import parse_slot_columns
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
+from ezpz_llm.launcher.jobs import hostfile, node_selection
+from ezpz_llm.launcher.jobs.schedulers import QUICK, find_allocation, pbs, supplement
+from ezpz_llm.launcher.jobs.schedulers.lsf import LsfScheduler
+from ezpz_llm.launcher.jobs.schedulers.node_files import parse_slot_columns
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation, Node
 
 _WORKERS = ["mpi-worker.1.site.example", "mpi-worker.2.site.example"]
 

@@ -25,7 +25,7 @@ from simcluster.cluster import Cluster
 from slowness import scaled
 
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
-from ezpz_llm.launch.node.processes import is_alive, started_at
+from ezpz_llm.launcher.basics.processes import is_alive, started_at
 
 # Writes its process id to a file, whatever the shell puts around it.
 _LAUNCH = "sh -c 'echo $$ > pid.new && mv pid.new pid && exec \"$@\"' - {words}"

@@ -19,13 +19,13 @@ from places import ROOT, TESTS
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.devices import Devices
-from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.placement import place_ranks
-from ezpz_llm.launch.plan import build_plan
-from ezpz_llm.launch.ranks import FAMILIES
-from ezpz_llm.launch.schedulers import find_allocation
-from ezpz_llm.launch.variables import STACKS_SIGNAL
+from ezpz_llm.launcher.basics.devices import Devices
+from ezpz_llm.launcher.basics.ranks import FAMILIES
+from ezpz_llm.launcher.basics.variables import STACKS_SIGNAL
+from ezpz_llm.launcher.jobs.option_parsing import parse
+from ezpz_llm.launcher.jobs.schedulers import find_allocation
+from ezpz_llm.launcher.planning.placement import place_ranks
+from ezpz_llm.launcher.planning.plan import build_plan
 
 PAGE = ROOT / "docs" / "evidence" / "failure_tests.md"
 
@@ -64,7 +64,7 @@ def test_one_reader_for_each_scheduler() -> None:
     """All commands get nodes from the same two modules: there is no second parser that could disagree."""
     readers = {name for name, tree in _sources() for node in ast.walk(tree) if isinstance(node, ast.Constant)
                and node.value in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST", "PBS_NODEFILE")}
-    assert readers == {"ezpz_llm/launch/schedulers/slurm.py", "ezpz_llm/launch/schedulers/pbs.py"}
+    assert readers == {"ezpz_llm/launcher/jobs/schedulers/slurm.py", "ezpz_llm/launcher/jobs/schedulers/pbs.py"}
 
 
 def test_ranks_are_read_from_one_table() -> None:
@@ -72,8 +72,8 @@ def test_ranks_are_read_from_one_table() -> None:
     names = {name for family in FAMILIES for name in (family.rank, family.local_rank) if name}
     assert "SLURM_LOCALID" in names
     assert "SLURM_LOCAL_ID" not in names
-    allowed = {"ezpz_llm/launch/ranks.py", "ezpz_llm/launch/variables.py", "ezpz_llm/dist/setup.py",
-               "ezpz_llm/launch/dialects/on_node.py"}
+    allowed = {"ezpz_llm/launcher/basics/ranks.py", "ezpz_llm/launcher/basics/variables.py", "ezpz_llm/dist/setup.py",
+               "ezpz_llm/launcher/planning/dialects/on_node.py"}
     reads = {(file, node.value) for file, tree in _sources() for node in ast.walk(tree)
              if isinstance(node, ast.Constant) and node.value in names - {"SLURM_PROCID", "SLURM_LOCALID"}}
     # setup exports them for DeepSpeed, and on_node removes the outer launcher's.
@@ -209,7 +209,7 @@ def test_only_the_runs_own_processes_are_ended(tmp_path: Path) -> None:
     ("mpiexec", "mpiexec"), ("mpiexec", "torchrun"), pytest.param("torchrun", "mpiexec", marks=pytest.mark.full)])
 def test_a_launch_inside_a_single_rank_is_a_run_of_its_own(tmp_path: Path, outer: str, inner: str) -> None:
     """It inherits the variables that the outer run's shim and launcher set for that rank."""
-    program = "import os; from ezpz_llm.launch.ranks import find_rank; i = find_rank(os.environ);" \
+    program = "import os; from ezpz_llm.launcher.basics.ranks import find_rank; i = find_rank(os.environ);" \
               " print(i.rank, i.world_size, os.environ['EZPZ_LLM_RANK'])"
     done = launch(tmp_path, "--launcher", outer, "-n", "1", "--run-dir", "outer", "launch", "--launcher", inner,
                   "-n", "2", "--run-dir", "inner", "--tee", "all", sys.executable, "-c", program)

@@ -11,8 +11,8 @@ import pytest
 from launch_runs import clean_env, need_mpiexec
 from slowness import scaled
 
-from ezpz_llm.launch.failures.classify import classify
-from ezpz_llm.launch.failures.run_facts import Failure, Raised
+from ezpz_llm.launcher.diagnosis.classify import classify
+from ezpz_llm.launcher.on_nodes.run_facts import Failure, Raised
 
 _LAUNCH = f"{sys.executable} -m ezpz_llm.launch -n 2 --run-dir run {sys.executable}"
 

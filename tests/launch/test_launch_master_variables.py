@@ -9,8 +9,8 @@ import pytest
 from launch_runs import launch
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.addresses import find_rendezvous
-from ezpz_llm.launch.master_variables import require_master_address, require_master_port
+from ezpz_llm.launcher.basics.addresses import find_rendezvous
+from ezpz_llm.launcher.basics.master_variables import require_master_address, require_master_port
 
 HERE = socket.gethostname()
 

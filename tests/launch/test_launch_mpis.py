@@ -13,10 +13,10 @@ from launch_runs import STALE, clean_env, launch, left_over, record, start
 from mpi_wheels import REQUIREMENTS, mpi_environment
 from slowness import scaled
 
-from ezpz_llm.launch.binding.rank_binding import Binding
-from ezpz_llm.launch.dialects import choose_launcher
-from ezpz_llm.launch.dialects.work import Work
-from ezpz_llm.launch.placement import Placement
+from ezpz_llm.launcher.planning.dialects import choose_launcher
+from ezpz_llm.launcher.planning.dialects.work import Work
+from ezpz_llm.launcher.planning.placement import Placement
+from ezpz_llm.launcher.planning.rank_binding import Binding
 
 WORDS = ("a b", "it's", '"q"', "$(date)", "; exit 9", "x\\ny", "two\nlines", "*", "", "-n", "--", "ü")
 DIALECTS = {"mpich": "MPICH/Hydra 5", "openmpi4": "Open MPI 4", "openmpi5": "Open MPI 5", "intel": "Intel MPI 2021"}
@@ -33,7 +33,7 @@ print(MPI.Get_library_version(), file=sys.stderr)
 # Rank 1 fails; rank 0 succeeds a little later, so that launch does not have to end it.
 _END = """
 import os, signal, sys, time
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 if find_rank(os.environ).rank == 1:
     if sys.argv[1] == "exit":
         sys.exit(7)
@@ -44,7 +44,7 @@ time.sleep(0.5)
 _CORES = """
 import os, sys
 from pathlib import Path
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 Path(sys.argv[1], f"cores{find_rank(os.environ).rank}").write_text(str(sorted(os.sched_getaffinity(0))))
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch_runs import launch
 
-from ezpz_llm.launch.nested_launcher import nested_launcher_notes
+from ezpz_llm.launcher.jobs.nested_launcher import nested_launcher_notes
 
 
 @pytest.mark.parametrize(("line", "name", "instead"), [

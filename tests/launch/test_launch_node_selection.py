@@ -10,11 +10,11 @@ import pytest
 from launch_runs import CAPTURED, captured_env, clean_env, cpu_seconds, launch
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.node_selection import select_nodes
-from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.schedulers import find_allocation
-from ezpz_llm.launch.schedulers.scheduler import Allocation
+from ezpz_llm.launcher.jobs.node_selection import select_nodes
+from ezpz_llm.launcher.jobs.option_parsing import parse
+from ezpz_llm.launcher.jobs.schedulers import find_allocation
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation
+from ezpz_llm.launcher.planning.plan import LaunchPlan, build_plan
 
 
 def _slurm(hosts: str = "n[1-4]") -> Allocation:

@@ -12,7 +12,7 @@ from slowness import scaled
 import ezpz_llm
 from ezpz_llm import __version__
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.option_parsing import Options, parse, read_command, run_dir_of
+from ezpz_llm.launcher.jobs.option_parsing import Options, parse, read_command, run_dir_of
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -111,7 +111,7 @@ def test_console_scripts_list_and_dispatch_without_torch(tmp_path: Path) -> None
 
 
 def test_version_is_told_without_torch(tmp_path: Path) -> None:
-    for program in ("from ezpz_llm.launch.__main__ import main; main(['--version'])",
+    for program in ("from ezpz_llm.launcher.running.command import main; main(['--version'])",
                     "import sys; from ezpz_llm.cli import main; sys.argv[1:] = ['--version']; main()"):
         code = f"{program}; import sys; assert not {{'torch', 'numpy', 'mpi4py'}} & sys.modules.keys()"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,

@@ -15,10 +15,10 @@ import pytest
 from launch_runs import SAVES, clean_env, start
 from slowness import scaled
 
-from ezpz_llm.launch.node.processes import Process
-from ezpz_llm.launch.node.rank_reports import format_stacks
-from ezpz_llm.launch.relay import print_unless_blocked
-from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
+from ezpz_llm.launcher.basics.processes import Process
+from ezpz_llm.launcher.basics.relay import print_unless_blocked
+from ezpz_llm.launcher.basics.variables import STACKS_SIGNAL, STACKS_VARIABLE
+from ezpz_llm.launcher.on_nodes.node.rank_reports import format_stacks
 
 LINES = """
 import json, os
@@ -78,7 +78,7 @@ try:
 except BlockingIOError:
     pass
 os.set_blocking(2, True)
-from ezpz_llm.launch.relay import print_unless_blocked
+from ezpz_llm.launcher.basics.relay import print_unless_blocked
 print_unless_blocked("stopping")
 os.write(1, b"on")
 """
@@ -112,7 +112,7 @@ def test_what_a_program_without_a_python_stack_has_to_add_gives_one(tmp_path: Pa
             running.kill()
             running.communicate()
 
-    monkeypatch.setattr("ezpz_llm.launch.node.rank_reports._stack_from_py_spy", lambda pid: None)
+    monkeypatch.setattr("ezpz_llm.launcher.on_nodes.node.rank_reports._stack_from_py_spy", lambda pid: None)
     without = stacks_of("")
     assert "pip install py-spy" in without
     program = "\n".join(line.strip() for line in without.split("add to the program:")[1].splitlines())

@@ -20,10 +20,10 @@ from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.launch import owner
-from ezpz_llm.launch.addresses import free_port
-from ezpz_llm.launch.node.processes import pid_namespace_id
-from ezpz_llm.launch.owner import Owner, become_owner
+from ezpz_llm.launcher.basics.addresses import free_port
+from ezpz_llm.launcher.basics.processes import pid_namespace_id
+from ezpz_llm.launcher.jobs import owner
+from ezpz_llm.launcher.jobs.owner import Owner, become_owner
 
 _ELSEWHERE = Owner("0123456789abcdef", "n9", 1, 1, "another boot", "", 0, 1.7e9)
 

@@ -11,14 +11,14 @@ import pytest
 from launch_runs import CAPTURED
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch import devices as devices_module
-from ezpz_llm.launch.devices import visible_devices
-from ezpz_llm.launch.environment import variables_of_this_node
-from ezpz_llm.launch.node_variables import has_uuids, restore_variables
-from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.plan_text import as_json
-from ezpz_llm.launch.schedulers.scheduler import Origin, Place
+from ezpz_llm.launcher.basics import devices as devices_module
+from ezpz_llm.launcher.basics.devices import visible_devices
+from ezpz_llm.launcher.basics.node_variables import has_uuids, restore_variables
+from ezpz_llm.launcher.jobs.option_parsing import parse
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Origin, Place
+from ezpz_llm.launcher.planning.environment import variables_of_this_node
+from ezpz_llm.launcher.planning.plan import LaunchPlan, build_plan
+from ezpz_llm.launcher.planning.plan_text import as_json
 
 _HERE = socket.gethostname()
 _UUIDS = "GPU-1f2e3d4c-0000-1111-2222-333344445555,GPU-5f2e3d4c-0000-1111-2222-333344445555"

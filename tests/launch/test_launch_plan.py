@@ -15,13 +15,13 @@ from launch_runs import captured_env, clean_env, cpu_seconds, launch
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.binding.rank_binding import Binding
-from ezpz_llm.launch.devices import Devices
-from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.placement import Placement, RankTable, place_ranks
-from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.plan_text import opening_lines, summary
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Node
+from ezpz_llm.launcher.basics.devices import Devices
+from ezpz_llm.launcher.jobs.option_parsing import parse
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation, Node
+from ezpz_llm.launcher.planning.placement import Placement, RankTable, place_ranks
+from ezpz_llm.launcher.planning.plan import LaunchPlan, build_plan
+from ezpz_llm.launcher.planning.plan_text import opening_lines, summary
+from ezpz_llm.launcher.planning.rank_binding import Binding
 
 _NONE = Devices((), "none")
 _FOUR = Devices(("0", "1", "2", "3"), "a mask")
@@ -228,7 +228,7 @@ def test_notes_of_the_check_are_part_of_the_plan(tmp_path: Path) -> None:
 
 
 def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
-    program = "import sys; from ezpz_llm.launch.__main__ import main; main(['--dry-run', '-n', '2', 'hostname']);" \
+    program = "import sys; from ezpz_llm.launcher.running.command import main; main(['--dry-run', '-n', '2', 'hostname']);" \
               " print('HEAVY', {'torch', 'numpy', 'mpi4py', 'deepspeed', 'psutil', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=clean_env(), capture_output=True,
                           text=True, timeout=scaled(60), check=True)

@@ -17,8 +17,8 @@ from launch_runs import clean_env, launch, record
 
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import update_record
-from ezpz_llm.launch.failures.postmortem import postmortem_of
-from ezpz_llm.launch.failures.run_facts import RunFacts
+from ezpz_llm.launcher.diagnosis.postmortem import postmortem_of
+from ezpz_llm.launcher.on_nodes.run_facts import RunFacts
 
 _WATCHDOG = ("[rank0]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation"
              " timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600005 milliseconds before"
@@ -175,7 +175,7 @@ def test_a_note_while_others_still_run(tmp_path: Path) -> None:
     (tmp_path / "soon.py").write_text("""
 import sys
 from ezpz_llm.launch import supervision
-from ezpz_llm.launch.__main__ import main
+from ezpz_llm.launcher.running.command import main
 supervision._NOTE_AFTER_S, supervision._REPORT_POLL_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)

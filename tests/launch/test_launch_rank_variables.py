@@ -16,7 +16,7 @@ from launch_runs import STALE, launch, need_mpiexec
 ELASTIC = {"GROUP_RANK": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 _REPORT = """
 import json, os, sys
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 said = json.dumps({"place": [os.environ.get(name) for name in names], "source": find_rank(os.environ).source,
                    "found": [find_rank(os.environ).rank, find_rank(os.environ).world_size],

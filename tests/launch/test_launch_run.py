@@ -21,7 +21,7 @@ import os, subprocess, sys, time
 rank = int(os.environ.get("RANK", os.environ.get("PMI_RANK", "0")))
 """
 
-_SHIM = f"{sys.executable} -m ezpz_llm.launch.shim"
+_SHIM = f"{sys.executable} -m ezpz_llm.launcher.on_nodes.shim"
 
 # Each rank ignores SIGTERM, and starts one child in its process group and one in a new session.
 _STUBBORN = _RANK + """

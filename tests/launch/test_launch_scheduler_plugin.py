@@ -19,10 +19,10 @@ from ezpz_llm.core.base.package_data import data_dir
 _MINE = '''
 """A scheduler of another package."""
 
-from ezpz_llm.launch.dialects.work import Built, Dialect
-from ezpz_llm.launch.failures.log_kinds import CANCELLED
-from ezpz_llm.launch.ranks import Family
-from ezpz_llm.launch.schedulers.scheduler import Allocation, BatchScheduler, Node, StepLauncher
+from ezpz_llm.launcher.planning.dialects.work import Built, Dialect
+from ezpz_llm.launcher.basics.log_kinds import CANCELLED
+from ezpz_llm.launcher.basics.ranks import Family
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation, BatchScheduler, Node, StepLauncher
 
 
 def build(program, work):
@@ -160,7 +160,7 @@ def test_launch_in_its_job(tmp_path: Path, env: dict[str, str]) -> None:
 
 _PLACE = """
 import os
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launcher.basics.ranks import find_rank
 info = find_rank(os.environ)
 print(info.rank, info.world_size, info.local_rank, info.local_size, os.environ.get("RANK"), info.source)
 """
@@ -228,7 +228,7 @@ def test_a_dialect_that_no_package_has(tmp_path: Path, env: dict[str, str]) -> N
 
 @pytest.mark.parametrize(("value", "reason"), [
     ("Mine", "it is a class, not an instance of a class derived from"
-             " ezpz_llm.launch.schedulers.scheduler.Scheduler"),
+             " ezpz_llm.launcher.jobs.schedulers.scheduler.Scheduler"),
     ("object()", "it is of type object, not an instance of a class derived from"),
     ("type('Half', (BatchScheduler,), {'detect': Mine.detect})()",
      "TypeError: Can't instantiate abstract class Half"),

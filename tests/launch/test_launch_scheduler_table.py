@@ -20,15 +20,15 @@ from hypothesis import given, settings, strategies as st
 from launch_runs import CAPTURED, captured_env, launch, need_mpiexec, scheduler as make_program
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch import hostfile
-from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
-from ezpz_llm.launch.failures.log_patterns import read_messages
-from ezpz_llm.launch.failures.run_facts import RunFacts
-from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.schedulers import SCHEDULERS, find_allocation, schedulers
-from ezpz_llm.launch.schedulers.flux import FluxScheduler, read_resources
-from ezpz_llm.launch.schedulers.lsf import LsfScheduler, read_time_left
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Request
+from ezpz_llm.launcher.basics.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
+from ezpz_llm.launcher.basics.ranks import find_rank
+from ezpz_llm.launcher.diagnosis.log_patterns import read_messages
+from ezpz_llm.launcher.jobs import hostfile
+from ezpz_llm.launcher.jobs.schedulers import SCHEDULERS, find_allocation, schedulers
+from ezpz_llm.launcher.jobs.schedulers.flux import FluxScheduler, read_resources
+from ezpz_llm.launcher.jobs.schedulers.lsf import LsfScheduler, read_time_left
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation, Request
+from ezpz_llm.launcher.on_nodes.run_facts import RunFacts
 
 _Hosts = list[tuple[str, int | None]]
 

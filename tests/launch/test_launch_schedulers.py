@@ -9,13 +9,14 @@ import pytest
 from launch_runs import CAPTURED, captured_env, scheduler as make_program
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch import devices as devices_module, hostfile
-from ezpz_llm.launch.devices import has_no_accelerator, visible_devices
-from ezpz_llm.launch.hostlist import fold_numbers
-from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.schedulers import find_allocation, local, pbs
-from ezpz_llm.launch.schedulers.scheduler import Node
-from ezpz_llm.launch.schedulers.slurm import SlurmScheduler
+from ezpz_llm.launcher.basics import devices as devices_module
+from ezpz_llm.launcher.basics.devices import has_no_accelerator, visible_devices
+from ezpz_llm.launcher.basics.hostlist import fold_numbers
+from ezpz_llm.launcher.basics.ranks import find_rank
+from ezpz_llm.launcher.jobs import hostfile
+from ezpz_llm.launcher.jobs.schedulers import find_allocation, local, pbs
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Node
+from ezpz_llm.launcher.jobs.schedulers.slurm import SlurmScheduler
 
 
 @pytest.mark.parametrize(("name", "hosts"), [

@@ -19,11 +19,11 @@ from slowness import scaled
 
 from ezpz_llm.core.base.private_folders import make_private, new_secret, remove_private
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.launch.node.folder import own_folders
-from ezpz_llm.launch.node.rank_reports import Gatherer
-from ezpz_llm.launch.shim.memory import find_kill_messages, read_count
-from ezpz_llm.launch.shim.output import Output
-from ezpz_llm.launch.variables import IN_COLOR, LIVE_LINE
+from ezpz_llm.launcher.basics.node_folder import own_folders
+from ezpz_llm.launcher.basics.variables import IN_COLOR, LIVE_LINE
+from ezpz_llm.launcher.on_nodes.node.rank_reports import Gatherer
+from ezpz_llm.launcher.on_nodes.shim.memory import find_kill_messages, read_count
+from ezpz_llm.launcher.on_nodes.shim.output import Output
 
 _NUMBER = itertools.count()
 _CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -47,7 +47,7 @@ def _shim(folder: Path, rank: int, size: int, *words: str, **env: str) -> subpro
                  "EZPZ_LLM_SECRET": new_secret(),
                  "EZPZ_LLM_WORLD_SIZE": str(size), "PMI_RANK": str(rank), "PMI_SIZE": str(size),
                  "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", **env}
-    return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.shim", "--", *words], env=clean_env(**variables),
+    return subprocess.run([sys.executable, "-m", "ezpz_llm.launcher.on_nodes.shim", "--", *words], env=clean_env(**variables),
                           capture_output=True, text=True, timeout=scaled(60), check=False)
 
 
@@ -158,7 +158,7 @@ def test_a_log_ends_at_its_limit_with_the_last_words(tmp_path: Path) -> None:
 
 def test_a_log_at_its_limit_does_not_make_its_rank_look_idle(tmp_path: Path, monkeypatch) -> None:
     """For a rank that uses no processor time, output is the only sign of life."""
-    monkeypatch.setattr("ezpz_llm.launch.shim.output._TOUCH_S", 0.0)
+    monkeypatch.setattr("ezpz_llm.launcher.on_nodes.shim.output._TOUCH_S", 0.0)
     (tmp_path / "r/logs").mkdir(parents=True)
     run_dir, log = RunDir(tmp_path / "r"), os.open(tmp_path / "r/logs/rank0000.log", os.O_WRONLY | os.O_CREAT)
     with make_private(tmp_path / "node") as folder:
@@ -358,7 +358,7 @@ def test_the_out_of_memory_killer_is_named(tmp_path: Path, small_cgroup: Path) -
     # If the kernel log cannot be read, only the counter shows it.
     asked = subprocess.run([*inside, "-c", """
 import subprocess, sys, time
-from ezpz_llm.launch.shim.memory import count_kills, find_oom_evidence
+from ezpz_llm.launcher.on_nodes.shim.memory import count_kills, find_oom_evidence
 before = count_kills()
 print(find_oom_evidence(before, (), time.monotonic(), is_killed=False))
 subprocess.run([sys.executable, "-c", "x = b'x' * (600 << 20)"])
@@ -387,11 +387,11 @@ def test_the_kernels_words(tmp_path: Path) -> None:
 
 def test_it_starts_quickly() -> None:
     """Shims start on thousands of nodes at once, and read their imports from a shared file system."""
-    done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import ezpz_llm.launch.shim.__main__"],
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import ezpz_llm.launcher.on_nodes.shim.__main__"],
                           capture_output=True, text=True, timeout=scaled(60), check=True)
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()[1:]}
     assert not modules & {"torch", "numpy", "asyncio", "logging", "argparse", "ssl", "multiprocessing", "tempfile"}
-    assert not {name for name in modules if name.startswith(("ezpz_llm.launch.failures", "ezpz_llm.launch.plan"))}
+    assert not {name for name in modules if name.startswith(("ezpz_llm.launcher.diagnosis", "ezpz_llm.launcher.planning.plan"))}
     assert len(modules) < 170
 
 
@@ -409,7 +409,7 @@ time.sleep(60)
     env = clean_env(EZPZ_LLM_RUN_DIR=str(tmp_path), EZPZ_LLM_RUN_ID=f"test-{os.getpid()}-told", PMI_RANK="1",
                     EZPZ_LLM_SECRET=new_secret(), EZPZ_LLM_WORLD_SIZE="2", PMI_SIZE="2", MPI_LOCALRANKID="1",
                     MPI_LOCALNRANKS="2")
-    shim = subprocess.Popen([sys.executable, "-m", "ezpz_llm.launch.shim", "--", sys.executable,
+    shim = subprocess.Popen([sys.executable, "-m", "ezpz_llm.launcher.on_nodes.shim", "--", sys.executable,
                              str(tmp_path / program), "waits"], env=env)
     deadline = time.monotonic() + scaled(30)
     while not (tmp_path / "up").exists():

@@ -12,9 +12,9 @@ from launch_runs import launch, scheduler as make_program
 
 from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.core.base.untrusted_input import parse_toml
-from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.sites import KEYS, find_site
-from ezpz_llm.launch.variables import BIND_VARIABLE
+from ezpz_llm.launcher.basics.hostlist import expand_numbers
+from ezpz_llm.launcher.basics.variables import BIND_VARIABLE
+from ezpz_llm.launcher.planning.sites import KEYS, find_site
 
 _SOURCED = ("alps", "delta", "derecho", "isambard-ai", "jupiter", "juwels-booster", "leonardo", "lumi",
             "marenostrum5", "tuolumne", "vista")

@@ -18,11 +18,12 @@ from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.package_data import data_dir
-from ezpz_llm.launch import devices, sites
-from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.sites import Site, find_site
+from ezpz_llm.launcher.basics import devices
+from ezpz_llm.launcher.basics.hostlist import expand_numbers
+from ezpz_llm.launcher.jobs.option_parsing import parse
+from ezpz_llm.launcher.planning import sites
+from ezpz_llm.launcher.planning.plan import LaunchPlan, build_plan
+from ezpz_llm.launcher.planning.sites import Site, find_site
 
 SITES = ("alps", "aurora", "delta", "derecho", "frontier", "generic", "isambard-ai", "jupiter", "juwels-booster",
          "leonardo", "lumi", "marenostrum5", "perlmutter", "polaris", "sunspot", "tuolumne", "vista")

@@ -10,8 +10,8 @@ import pytest
 from launch_runs import CAPTURED, launch
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.schedulers import QUICK, find_allocation, supplement
-from ezpz_llm.launch.schedulers.scheduler import Origin, Place
+from ezpz_llm.launcher.jobs.schedulers import QUICK, find_allocation, supplement
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Origin, Place
 
 _JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
 

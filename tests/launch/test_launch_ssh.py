@@ -94,7 +94,7 @@ def test_pals_in_a_pbs_job(host_cluster: Cluster, tmp_path: Path, pals: dict[str
     done = host_cluster.run("launch", "--run-dir", "r", *PROGRAM, *WORDS, cwd=tmp_path, **pals)
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads((tmp_path / "r/run.json").read_text())["launch"]
-    line = " ".join(run["argv"][1:run["argv"].index("ezpz_llm.launch.shim") - 2])
+    line = " ".join(run["argv"][1:run["argv"].index("ezpz_llm.launcher.on_nodes.shim") - 2])
     cores = sorted(os.sched_getaffinity(0))[:2]
     reports = _reports(tmp_path / "r", 4)
     assert _places(reports) == PLACES

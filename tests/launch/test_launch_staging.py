@@ -23,13 +23,13 @@ from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
 from ezpz_llm.core.base.private_folders import new_secret
-from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.plan import Setting, build_plan
-from ezpz_llm.launch.staging.archive import Root
-from ezpz_llm.launch.staging.receiver import _open_sent_file, _remedy, folder_of_copy, remove_stale
-from ezpz_llm.launch.staging.relocation import path_replacer
-from ezpz_llm.launch.staging.sender import _relocate
-from ezpz_llm.launch.variables import PATH_VARIABLE
+from ezpz_llm.launcher.basics.variables import PATH_VARIABLE
+from ezpz_llm.launcher.jobs.option_parsing import parse
+from ezpz_llm.launcher.planning.plan import Setting, build_plan
+from ezpz_llm.launcher.running.staging.archive import Root
+from ezpz_llm.launcher.running.staging.receiver import _open_sent_file, _remedy, folder_of_copy, remove_stale
+from ezpz_llm.launcher.running.staging.relocation import path_replacer
+from ezpz_llm.launcher.running.staging.sender import _relocate
 
 # Prints where each part of this rank's environment comes from, as a line of JSON.
 WHERE = """
@@ -276,7 +276,7 @@ def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
     assert folder != folder_of_copy(begin, {"EZPZ_LLM_SECRET": new_secret()})
 
     def make(needed: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.staging.receiver", "make", begin,
+        return subprocess.run([sys.executable, "-m", "ezpz_llm.launcher.running.staging.receiver", "make", begin,
                                str(needed)],
                               env=clean_env(EZPZ_LLM_SECRET=secret), capture_output=True, text=True,
                               timeout=scaled(60), check=False)
@@ -306,7 +306,7 @@ def test_the_path_that_the_shim_restores_begins_with_the_copy(tmp_path: Path) ->
 @pytest.mark.parametrize(("folder", "reason"), [("", "No such file or directory"), ("file/", "Not a directory")])
 def test_only_a_full_disk_is_told_to_free_space(folder: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch.staging.receiver", "file",
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launcher.running.staging.receiver", "file",
                            f"{tmp_path}/{folder}ezpz_llm-", str(tmp_path / "missing.tar")],
                           env=clean_env(EZPZ_LLM_SECRET=new_secret()), capture_output=True, text=True,
                           timeout=scaled(60), check=False)

@@ -16,11 +16,11 @@ from simcluster.cluster import Cluster
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.launch.failures import log_kinds as said
-from ezpz_llm.launch.failures.log_patterns import read_messages
-from ezpz_llm.launch.failures.run_facts import RunFacts
-from ezpz_llm.launch.liveness import HeartbeatMonitor, StartMonitor
-from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
+from ezpz_llm.launcher.basics import log_kinds as said
+from ezpz_llm.launcher.basics.messages import NodeReport, RankReport, write_report
+from ezpz_llm.launcher.diagnosis.liveness import HeartbeatMonitor, StartMonitor
+from ezpz_llm.launcher.diagnosis.log_patterns import read_messages
+from ezpz_llm.launcher.on_nodes.run_facts import RunFacts
 
 _HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 _FACTS = RunFacts(4, tuple(_HOSTS.values()), "mpiexec", None, float("inf"), scheduler="slurm")
@@ -30,7 +30,7 @@ _TASK = "srun: error: n2: task {}: Exited with exit code 2\n"
 # Imported by every Python at start: delays the shim of one rank, or of one node, by SECONDS.
 _LATE = """
 import os, sys, time
-if "ezpz_llm.launch.shim" in sys.orig_argv and {who}:
+if "ezpz_llm.launcher.on_nodes.shim" in sys.orig_argv and {who}:
     time.sleep({seconds})
 """
 
@@ -133,7 +133,7 @@ def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
     ("bash: line 1: /x/bin/hydra_pmi_proxy: No such file or directory", "mpiexec", None),
     ("bash: line 1: orted: command not found", "mpiexec", None),
     ("/x/python3: No module named ezpz_llm.launch", "Python", None),
-    ("/x/python3: Error while finding module specification for 'ezpz_llm.launch.shim' (ModuleNotFoundError: No"
+    ("/x/python3: Error while finding module specification for 'ezpz_llm.launcher.on_nodes.shim' (ModuleNotFoundError: No"
      " module named 'ezpz_llm')", "Python", None),
     ("slurmstepd: error: execve(): /x/python: No such file or directory", "Slurm", None),
     ("srun: error: Task launch for StepId=3.0 failed on node n2: Invalid job credential", "Slurm", "n2"),

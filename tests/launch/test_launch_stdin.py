@@ -10,7 +10,7 @@ import pytest
 from launch_runs import clean_env, need_mpiexec
 from slowness import scaled
 
-from ezpz_llm.launch.option_parsing import reads_program
+from ezpz_llm.launcher.jobs.option_parsing import reads_program
 
 
 def _shell(folder: Path, script: str, text: str) -> subprocess.CompletedProcess[str]:

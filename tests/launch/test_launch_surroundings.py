@@ -134,7 +134,7 @@ def test_a_clock_that_is_set_during_a_run(tmp_path: Path) -> None:
     jumping = ("import sys, time; real, calls = time.time, []\n"
                "def jumped(): calls.append(1); return real() + (86400 if len(calls) > 1 else 0)\n"
                "time.time = jumped\n"
-               "from ezpz_llm.launch.shim.__main__ import main; sys.exit(main(sys.argv[1:]))")
+               "from ezpz_llm.launcher.on_nodes.shim.__main__ import main; sys.exit(main(sys.argv[1:]))")
     env = clean_env(EZPZ_LLM_RUN_DIR=str(tmp_path), EZPZ_LLM_RUN_ID=f"test-clock-{os.getpid()}",
                     EZPZ_LLM_WORLD_SIZE="1", PMI_RANK="0", PMI_SIZE="1", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="1")
     done = subprocess.run([sys.executable, "-c", jumping, "--", "sh", "-c", "sleep 0.3; exit 5"], env=env,

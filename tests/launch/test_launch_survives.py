@@ -18,8 +18,8 @@ from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.stop import Stop
-from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
-from ezpz_llm.launch.failures.run_facts import RunFacts
+from ezpz_llm.launcher.diagnosis.postmortem import bare_postmortem, postmortem_of
+from ezpz_llm.launcher.on_nodes.run_facts import RunFacts
 
 _PROGRAM = """
 import json, os, pathlib, shutil, signal, subprocess, sys, time

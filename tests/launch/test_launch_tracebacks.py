@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.launch.failures.run_facts import Raised
-from ezpz_llm.launch.failures.tracebacks import last_exception, last_exception_in_thread
+from ezpz_llm.launcher.on_nodes.run_facts import Raised
+from ezpz_llm.launcher.on_nodes.tracebacks import last_exception, last_exception_in_thread
 
 _PROGRAMS = {
 

@@ -10,8 +10,8 @@ from launch_runs import captured_env, launch
 from simcluster.cluster import Cluster
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch import hostfile
-from ezpz_llm.launch.schedulers import find_allocation
+from ezpz_llm.launcher.jobs import hostfile
+from ezpz_llm.launcher.jobs.schedulers import find_allocation
 
 _JOB = {"LOADL_STEP_ID": "c1.7.0", "LOADL_PROCESSOR_LIST": "h1 h1 h2 h2"}
 """Variables of a job on h1 and h2, after LoadLeveler's documentation."""

@@ -17,10 +17,8 @@ from slowness import scaled
 
 from ezpz_llm.core.base.private_folders import make_private, new_secret, remove_private
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, find_silent_ranks
-from ezpz_llm.launch.node import folder
-from ezpz_llm.launch.node.folder import folder_prefix, parent_dir, remove_stale
-from ezpz_llm.launch.node.messages import (
+from ezpz_llm.launcher.basics import node_folder as folder
+from ezpz_llm.launcher.basics.messages import (
     ENDED,
     NodeReport,
     RankReport,
@@ -29,9 +27,11 @@ from ezpz_llm.launch.node.messages import (
     read_reports,
     write_report,
 )
-from ezpz_llm.launch.node.processes import pid_namespace_id
-from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.launch.variables import COMPILING, EVALUATING, RENDEZVOUS, SAVING, TRAINING
+from ezpz_llm.launcher.basics.node_folder import folder_prefix, parent_dir, remove_stale
+from ezpz_llm.launcher.basics.processes import pid_namespace_id
+from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.launcher.basics.variables import COMPILING, EVALUATING, RENDEZVOUS, SAVING, TRAINING
+from ezpz_llm.launcher.diagnosis.liveness import HeartbeatMonitor, RankLife, find_silent_ranks
 
 
 def _life(rank: int, silent_s: float | None, idle_s: float = 0.0, phase: str | None = TRAINING,
@@ -88,7 +88,7 @@ def test_a_stopped_rank_is_noted_without_an_idle_limit(tmp_path: Path) -> None:
     (tmp_path / "soon.py").write_text("""
 import sys
 from ezpz_llm.launch import supervision
-from ezpz_llm.launch.__main__ import main
+from ezpz_llm.launcher.running.command import main
 supervision._NOTE_AFTER_S, supervision._REPORT_POLL_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)

@@ -8,7 +8,7 @@ import pytest
 from places import TESTS
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.ranks import RankInfo, find_rank, rank_variables
+from ezpz_llm.launcher.basics.ranks import RankInfo, find_rank, rank_variables
 
 CAPTURED = TESTS / "captured"
 

@@ -121,9 +121,9 @@ for name in ("agent", "run", "wake", "rank0000.shim", "rank0001", "rank0001.log"
 """
 _WITH_A_KNOWN_SECRET = """
 import sys
-import ezpz_llm.launch.environment as environment
+import ezpz_llm.launcher.planning.environment as environment
 environment.new_secret = lambda: sys.argv[1]
-from ezpz_llm.launch.__main__ import main
+from ezpz_llm.launcher.running.command import main
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -265,7 +265,7 @@ def test_the_secret_is_in_no_file_and_on_no_command_line(strangers: Strangers, t
         word = secret.read_text()
         listing = attacker.run("sh", "-c",
                                "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null; ls -R /dev/shm")
-        assert "ezpz_llm.launch.shim" in listing.stdout
+        assert "ezpz_llm.launcher.on_nodes.shim" in listing.stdout
         assert word not in listing.stdout
         assert "EZPZ_LLM_SECRET=" not in listing.stdout
         files = [path for path in (victim.home / "r").rglob("*") if path.is_file()]

@@ -15,7 +15,7 @@ from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir, append_line, write_json
 from ezpz_llm.core.rundir.records import update_record
-from ezpz_llm.launch.status import Status, read_status
+from ezpz_llm.launcher.diagnosis.status import Status, read_status
 from ezpz_llm.watch import format_block, format_line, main
 
 ENV = {**os.environ, "TERM": "dumb", "COLUMNS": "80"}

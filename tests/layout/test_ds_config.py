@@ -21,7 +21,7 @@ from ezpz_llm.core.base.untrusted_input import plain_json
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.launch.variables import PLACES_VARIABLE
+from ezpz_llm.launcher.basics.variables import PLACES_VARIABLE
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.ds_config import REMOVED, convert, table
 from ezpz_llm.layout.ds_config_blocks import DynamicScale

@@ -21,7 +21,7 @@ from slowness import scaled
 from ezpz_llm.checkpoint import NotWrittenError
 from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.core.rundir import RunDir, append_line
-from ezpz_llm.launch.variables import LIVE_LINE
+from ezpz_llm.launcher.basics.variables import LIVE_LINE
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe import StepWork, final_text, series_plot, summarize
 from ezpz_llm.observe.throughput import Progress, format_duration

@@ -21,7 +21,7 @@ from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import RunDir, append_line, write_json
 from ezpz_llm.core.rundir.records import update_record
-from ezpz_llm.launch.option_parsing import remove_options, value_of
+from ezpz_llm.launcher.jobs.option_parsing import remove_options, value_of
 from ezpz_llm.scaling import study_runs
 from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.measurement import measure, untraced_steps

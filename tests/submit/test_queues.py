@@ -13,9 +13,9 @@ from launch_runs import clean_env, scheduler as make_program
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.launch.schedulers.lsf import LsfScheduler
-from ezpz_llm.launch.sites import Job as SiteJob, Limit, Site, find_site
-from ezpz_llm.submit.queues import choose_queue
+from ezpz_llm.launcher.jobs.schedulers.lsf import LsfScheduler
+from ezpz_llm.launcher.planning.sites import Job as SiteJob, Limit, Site, find_site
+from ezpz_llm.launcher.submit.queues import choose_queue
 
 _HOUR = 3600
 

@@ -18,19 +18,19 @@ from slowness import scaled
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import update_record
-from ezpz_llm.launch.schedulers.pbs import PbsScheduler
-from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days
-from ezpz_llm.launch.schedulers.slurm import SlurmScheduler
-from ezpz_llm.launch.sites import find_site, site_files
-from ezpz_llm.submit.options import parse, read_duration
-from ezpz_llm.submit.script import (
+from ezpz_llm.launcher.jobs.schedulers.pbs import PbsScheduler
+from ezpz_llm.launcher.jobs.schedulers.scheduler import Request, clock, clock_with_days
+from ezpz_llm.launcher.jobs.schedulers.slurm import SlurmScheduler
+from ezpz_llm.launcher.planning.sites import find_site, site_files
+from ezpz_llm.launcher.submit.options import parse, read_duration
+from ezpz_llm.launcher.submit.script import (
     array_lines,
     environment_lines,
     fill_template,
     remove_job_variables,
     request_lines,
 )
-from ezpz_llm.submit.state import find_state
+from ezpz_llm.launcher.submit.state import find_state
 
 ODD_WORDS = ["a b", "it's", 'say "hi"', "$(touch made)", "`touch made`", "a;b", "*", "", "#x", "\\", "$HOME",
              "--x=a b", "line\n#SBATCH --account=other", "ä", "${x}", "!y", "~", "-n"]
@@ -469,6 +469,6 @@ def test_run_that_ends_early_requeues_itself(steps: int, code: int, words: tuple
 
 
 def test_help_does_not_import_torch_or_deepspeed(tmp_path: Path) -> None:
-    code = ("import sys; from ezpz_llm.submit.__main__ import main; main(['--help']); "
+    code = ("import sys; from ezpz_llm.launcher.submit.command import main; main(['--help']); "
             "assert not {'torch', 'numpy', 'deepspeed'} & sys.modules.keys()")
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=scaled(120), capture_output=True)

@@ -8,7 +8,7 @@ import pytest
 
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import update_record
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
 from ezpz_llm.trainer.check_report import memory_warning, was_checked_by_launch
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run

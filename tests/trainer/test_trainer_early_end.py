@@ -18,8 +18,8 @@ from slowness import scaled
 from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.launch.node.messages import StopOrder, order_stop
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.basics.messages import StopOrder, order_stop
+from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
 from ezpz_llm.observe import WallClock
 from ezpz_llm.report.runs import load_runs
 from ezpz_llm.trainer.early_end import SIGNALS, Agreed, EarlyEnd
@@ -44,7 +44,7 @@ def rank_process(run_dir: Path, rank: int) -> int:
         except OSError:
             continue
         if (b"EZPZ_LLM_RUN_ID=" + marker in environ and b"PMI_RANK=%d" % rank in environ
-                and b"ezpz_llm.train" in words and b"ezpz_llm.launch.shim" not in words):
+                and b"ezpz_llm.train" in words and b"ezpz_llm.launcher.on_nodes.shim" not in words):
             return int(folder.name)
     raise AssertionError(f"rank {rank} is not running")
 

@@ -16,7 +16,7 @@ from ezpz_llm import train
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.schema import as_dataclass
 from ezpz_llm.core.rundir.value_source_record import Source
-from ezpz_llm.launch.check_report import CheckReport
+from ezpz_llm.launcher.basics.check_report import CheckReport
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig

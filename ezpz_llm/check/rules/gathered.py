@@ -12,7 +12,7 @@ from msgspec import Struct
 from ezpz_llm.check.facts import A, ConnectedRank, Facts
 from ezpz_llm.core.base import group_by_key
 from ezpz_llm.core.base.records import Rank, Whole
-from ezpz_llm.launch.hostlist import fold_numbers
+from ezpz_llm.launcher.basics.hostlist import fold_numbers
 
 READY, COMPUTE, NODE, LINK, NETWORK, MPI = "ready", "compute", "reduce node", "reduce link", "network", "mpi"
 """Stages of measurement. The round number follows in the name of a link stage."""

@@ -24,8 +24,8 @@ from ezpz_llm.check.rules.gathered import (
 )
 from ezpz_llm.core.base import group_by_key
 from ezpz_llm.core.rundir.records import Finding
-from ezpz_llm.launch.addresses import is_loopback, missing_interface
-from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.launcher.basics.addresses import is_loopback, missing_interface
+from ezpz_llm.launcher.basics.hostlist import rank_ranges
 
 
 def _wrong_network(gathered: Gathered) -> Iterator[Finding]:

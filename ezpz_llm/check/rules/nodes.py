@@ -18,8 +18,8 @@ from ezpz_llm.check.rules.gathered import (
 )
 from ezpz_llm.core.base import count_noun, group_by_key
 from ezpz_llm.core.rundir.records import Finding
-from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
-from ezpz_llm.launch.hostnames import NodeNames
+from ezpz_llm.launcher.basics.hostlist import fold_numbers, rank_ranges
+from ezpz_llm.launcher.basics.hostnames import NodeNames
 
 MIN_SHARED_MEMORY = 2**28
 """Minimum free bytes of /dev/shm. With the 64 MiB of containers, SIGBUS kills data loaders and NCCL."""

@@ -206,7 +206,7 @@ class Submission(Struct, frozen=True):
 
 
 class Archive(Struct, frozen=True):
-    """Archive of a part of the environment; see `ezpz_llm.launch.staging.archive.Archive`."""
+    """Archive of a part of the environment; see `ezpz_llm.launcher.running.staging.archive.Archive`."""
 
     path: str
     files: Whole

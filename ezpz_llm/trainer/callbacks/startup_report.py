@@ -13,7 +13,7 @@ import psutil
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.core.rundir.records import Launch, Startup, read_record
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.observe import WallClock, terminal_width
 from ezpz_llm.observe.throughput import format_duration

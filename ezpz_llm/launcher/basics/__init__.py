@@ -1,0 +1,1 @@
+"""Facts and tools without a reservation: variables, ranks, hosts, processes, addresses."""

@@ -1,0 +1,1 @@
+"""Reservations: schedulers, nodes, and launch's own options."""

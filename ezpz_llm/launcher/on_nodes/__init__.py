@@ -1,0 +1,1 @@
+"""Programs on every node: the rank shim, the agent, and patterns of known failures."""

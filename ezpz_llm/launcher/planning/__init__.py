@@ -1,0 +1,1 @@
+"""Launch plans: sites, dialects of launchers, placement, binding, and environment."""

@@ -1,0 +1,1 @@
+"""Execution of a plan: checks, staging, supervision, and teardown."""
