@@ -40,7 +40,7 @@ from certify_coverage_reasons import REASONS
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.cases import all_cases
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.layout import ds_config
+from ezpz_llm.training.layout import ds_config
 
 ROOT = Path(__file__).resolve().parents[1]
 START = ROOT / "benchmarks" / "coverage_start"

@@ -21,17 +21,17 @@ from pathlib import Path
 
 import torch
 
-from ezpz_llm import checkpoint
-from ezpz_llm.checkpoint.saver import cpu_bytes
-from ezpz_llm.checkpoint.writer import read_shard
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.init import decay_groups
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.checkpoint.saver import cpu_bytes
+from ezpz_llm.training.checkpoint.writer import read_shard
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.init import decay_groups
+from ezpz_llm.training.model.parameters import parameter_count
 
 BLOCK = 128
 

@@ -33,10 +33,10 @@ from typing import Any
 import psutil
 
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.data.atomic_dir import JOURNAL
-from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.manifest import read_manifest
-from ezpz_llm.data.tokenizers import EncodingTokenizer, get_tokenizer
+from ezpz_llm.training.data.atomic_dir import JOURNAL
+from ezpz_llm.training.data.corpora import find_corpus
+from ezpz_llm.training.data.manifest import read_manifest
+from ezpz_llm.training.data.tokenizers import EncodingTokenizer, get_tokenizer
 
 DOCUMENT_BYTES = 5000
 FILES = 10

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.data.samples import Batches, ReadAhead
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.training.data.samples import Batches, ReadAhead
+from ezpz_llm.training.data.shards import TokenData
 
 
 def drop_from_cache(data: TokenData) -> None:

@@ -43,10 +43,10 @@ from real_tokenizers import (
 from small_tokenizers import FAMILIES, mixed_text, trained
 
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.data import tokenizer_files, tokenizers
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenizer_files import entry_of_file
+from ezpz_llm.training.data import tokenizer_files, tokenizers
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.data.tokenizer_files import entry_of_file
 
 DOCUMENT_BYTES = 5000
 _VERSIONS = ("ezpz_llm", "tokenizers", "sentencepiece", "tiktoken", "numpy")

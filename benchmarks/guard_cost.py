@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 
 from ezpz_llm.core.rundir import RunDir, write_json
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.engine.torch_engine import TorchEngine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
 
 KINDS = ("bare", "gate", "norms")
 

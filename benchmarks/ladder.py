@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.layout.precision_recipes import RECIPES
+from ezpz_llm.training.layout.precision_recipes import RECIPES
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
     import torch
 
     from ezpz_llm.core.base.records import as_plain
-    from ezpz_llm.data.samples import Batches
-    from ezpz_llm.dist.setup import setup
-    from ezpz_llm.evaluate.validation import open_corpus
-    from ezpz_llm.model.parameters import flops_per_token
-    from ezpz_llm.observe import peak_flops, run_environment
-    from ezpz_llm.trainer.options import parse
-    from ezpz_llm.trainer.plan import plan_run
-    from ezpz_llm.trainer.run import make_engine
-    from ezpz_llm.trainer.schedule import learning_rate
+    from ezpz_llm.training.data.samples import Batches
+    from ezpz_llm.training.dist.setup import setup
+    from ezpz_llm.training.evaluate.validation import open_corpus
+    from ezpz_llm.training.model.parameters import flops_per_token
+    from ezpz_llm.training.observe import peak_flops, run_environment
+    from ezpz_llm.training.trainer.options import parse
+    from ezpz_llm.training.trainer.plan import plan_run
+    from ezpz_llm.training.trainer.run import make_engine
+    from ezpz_llm.training.trainer.schedule import learning_rate
 
     options = parse(words)
     with setup(run_dir=folder) as dist:

@@ -33,15 +33,15 @@ import torch
 from profile_cost import interval
 
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.dist import Heartbeat
-from ezpz_llm.dist.setup import setup
 from ezpz_llm.launcher.basics.variables import HEARTBEAT_VARIABLE, TRAINING
-from ezpz_llm.observe import WallClock
-from ezpz_llm.trainer.loop import train_step
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import start
-from ezpz_llm.trainer.session import Session
-from ezpz_llm.trainer.step_end import after_step
+from ezpz_llm.training.dist import Heartbeat
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.observe import WallClock
+from ezpz_llm.training.trainer.loop import train_step
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import start
+from ezpz_llm.training.trainer.session import Session
+from ezpz_llm.training.trainer.step_end import after_step
 
 ENDLESS = 10**6
 ALLOWED = 1.01

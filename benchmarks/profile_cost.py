@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 
 from ezpz_llm.core.rundir import RunDir, write_json
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
-from ezpz_llm.observe import PythonProfile, StepTimeline, Window
-from ezpz_llm.observe.profile_windows import PROFILE_STEPS
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
+from ezpz_llm.training.observe import PythonProfile, StepTimeline, Window
+from ezpz_llm.training.observe.profile_windows import PROFILE_STEPS
 
 BYTES = 256
 

@@ -30,9 +30,9 @@ from roofline_compiled import count_compiled
 from roofline_counts import Kernel, Step, count_eager, plan_of
 
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.model.parameters import flops_per_token
-from ezpz_llm.observe.peaks import find_peak
-from ezpz_llm.observe.tables import table
+from ezpz_llm.training.model.parameters import flops_per_token
+from ezpz_llm.training.observe.peaks import find_peak
+from ezpz_llm.training.observe.tables import table
 
 PRODUCTS = 0.72
 """Fraction of the vendor's peak that matmuls reach."""

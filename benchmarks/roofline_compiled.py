@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ezpz_llm.trainer.plan import RunPlan
+from ezpz_llm.training.trainer.plan import RunPlan
 
 _DEVICE = torch.device("cuda", 0)
 _H100 = DeviceProperties("cuda", 0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,

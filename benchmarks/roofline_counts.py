@@ -1,6 +1,6 @@
 """Counts of kernels, bytes and FLOPs of an optimizer step of the trainer's program, without a device.
 
-The program is the engine of `ezpz_llm.trainer.run.make_engine`: model, loss, gradient norm, clipping and optimizer,
+The program is the engine of `ezpz_llm.training.trainer.run.make_engine`: model, loss, gradient norm, clipping and optimizer,
 with its real shapes, on torch's fake tensors, which have shapes but no storage. The tensors are on the CPU, since a
 build of torch without CUDA cannot run a backward pass on fake CUDA tensors. Three things are therefore forced: the
 model's code takes the branches of a GPU, attention uses the flash kernel that torch chooses on a GPU, and RMSNorm
@@ -36,15 +36,15 @@ from torch.utils.flop_counter import flop_registry
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine import build
-from ezpz_llm.engine.base import Engine
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.precision_recipes import RECIPES
-from ezpz_llm.model import loss, loss_chunk
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import RunPlan, plan_run
-from ezpz_llm.trainer.run import make_engine
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine import build
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.layout.precision_recipes import RECIPES
+from ezpz_llm.training.model import loss, loss_chunk
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import RunPlan, plan_run
+from ezpz_llm.training.trainer.run import make_engine
 
 aten = torch.ops.aten
 
@@ -262,7 +262,7 @@ def device_branches() -> Iterator[None]:
 
     The code compares the device type with "cpu": replace this constant in its functions by one that never matches.
     """
-    functions = {function: function.__code__ for prefix in ("ezpz_llm.model.", "ezpz_llm.engine.gradients")
+    functions = {function: function.__code__ for prefix in ("ezpz_llm.training.model.", "ezpz_llm.training.engine.gradients")
                  for function in _functions(prefix)}
     for function, code in functions.items():
         function.__code__ = _without_cpu(code)

@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.init import decay_groups
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.init import decay_groups
+from ezpz_llm.training.model.parameters import parameter_count
 
 MODEL = get_model_config("tiny-gpt2", n_layer=8, n_head=12, n_kv_head=12, n_embd=768, block_size=32,
                          vocab_size=4096)

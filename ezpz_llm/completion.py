@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from ezpz_llm.cli import find_commands, module_of
 from ezpz_llm.core.base import print_lines, run_command
 from ezpz_llm.core.base.command_parser import CommandParser
-from ezpz_llm.layout.ds_config import names
-from ezpz_llm.model.config import MODELS
-from ezpz_llm.trainer.config import PRESETS
+from ezpz_llm.training.layout.ds_config import names
+from ezpz_llm.training.model.config import MODELS
+from ezpz_llm.training.trainer.config import PRESETS
 
 _OPTION = re.compile(r"^ {2,4}(?:-\w(?: \S+)?, )*(--[a-z][a-z0-9-]*)(?: \{([^}]*)\})?", re.MULTILINE)
 _SUBCOMMAND = re.compile(r"^    ([a-z][a-z0-9_-]*)(?:  |$)", re.MULTILINE)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.core.base import UserError, print_lines, run_command
 from ezpz_llm.core.base.command_parser import CommandParser
-from ezpz_llm.layout.ops import OPS
+from ezpz_llm.training.layout.ops import OPS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build(names: Sequence[str]) -> int:
-    from ezpz_llm.layout.ops import build
+    from ezpz_llm.training.layout.ops import build
 
     for name in names:
         build(name)

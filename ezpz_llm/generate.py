@@ -9,7 +9,9 @@ from ezpz_llm.core.base import run_command
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    from ezpz_llm.evaluate.generation import main as run  # here, because run_command reports a missing package
+    from ezpz_llm.training.evaluate.generation import (
+        main as run,  # here, because run_command reports a missing package
+    )
 
     return run(argv)
 

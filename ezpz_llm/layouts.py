@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from ezpz_llm.core.base import UserError, count_noun, print_lines, run_command
 from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.core.base.shell_commands import to_typable
-from ezpz_llm.layout.listing import (
+from ezpz_llm.training.layout.listing import (
     as_json,
     check_world,
     layout_purposes,
@@ -21,7 +21,7 @@ from ezpz_llm.layout.listing import (
     named_layouts,
     purposes_text,
 )
-from ezpz_llm.layout.recommendation import (
+from ezpz_llm.training.layout.recommendation import (
     Cluster,
     choices,
     choices_text,
@@ -29,8 +29,8 @@ from ezpz_llm.layout.recommendation import (
     recommendation,
     settings_to_try,
 )
-from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
-from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
+from ezpz_llm.training.model.config import MODELS, ModelConfig, get_model_config
+from ezpz_llm.training.trainer.config import FIELDS, MODEL_OVERRIDES
 
 _SHAPE = tuple(name for name in MODEL_OVERRIDES if name not in ("dropout", "bias"))
 """Options of the trainer that change the memory of a model."""
@@ -86,7 +86,7 @@ def _choose_model(options: argparse.Namespace) -> tuple[ModelConfig, str, list[s
     elif options.model:
         raise UserError("--model and --init-from both set the model", instead="pass one of them")
     else:
-        from ezpz_llm.hf.source import find_source, with_model_changes  # slow to import
+        from ezpz_llm.training.hf.source import find_source, with_model_changes  # slow to import
 
         if PurePath(source).name == "config.json":
             source = str(PurePath(source).parent)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ezpz_llm.core.base import run_command
 
 if TYPE_CHECKING:
-    from ezpz_llm.trainer.callbacks.callback import Callback
+    from ezpz_llm.training.trainer.callbacks.callback import Callback
 
 
 def train(argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> int:
@@ -23,7 +23,7 @@ def train(argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = 
 
 def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     """Run the command and return its exit code."""
-    from ezpz_llm.trainer.command import main as run  # here, because run_command reports a missing package
+    from ezpz_llm.training.trainer.command import main as run  # here, because run_command reports a missing package
 
     return run(argv, callbacks)
 

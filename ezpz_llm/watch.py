@@ -15,8 +15,8 @@ from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.core.rundir import ANY, RunDir, newest_run
 from ezpz_llm.launcher.diagnosis.status import Status, read_status
-from ezpz_llm.observe.terminal import terminal_width
-from ezpz_llm.observe.throughput import format_duration, format_number
+from ezpz_llm.training.observe.terminal import terminal_width
+from ezpz_llm.training.observe.throughput import format_duration, format_number
 
 _INTERVAL_S = 2.0
 _PLAIN_INTERVAL_S = 10.0

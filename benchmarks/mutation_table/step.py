@@ -16,20 +16,20 @@ from mutation_table.row import (
     cell,
 )
 
-ADAMW = "ezpz_llm/layout/optimizers/adamw.py"
-BASE = "ezpz_llm/engine/base.py"
-BLOCKWISE = "ezpz_llm/model/attention_kernels.py"
-BUILD = "ezpz_llm/engine/build.py"
-DOCUMENTS = "ezpz_llm/model/document_mask.py"
-EMBEDDING = "ezpz_llm/model/embedding.py"
-GPT = "ezpz_llm/model/gpt.py"
-GRADIENTS = "ezpz_llm/engine/gradients.py"
-INIT = "ezpz_llm/model/init.py"
-LOSS = "ezpz_llm/model/loss.py"
-REDUCER = "ezpz_llm/engine/gradient_reducer.py"
-MUONS = "ezpz_llm/layout/optimizers/muon.py"
-STATE = "ezpz_llm/engine/optimizer_state.py"
-TORCH = "ezpz_llm/engine/torch_engine.py"
+ADAMW = "ezpz_llm/training/layout/optimizers/adamw.py"
+BASE = "ezpz_llm/training/engine/base.py"
+BLOCKWISE = "ezpz_llm/training/model/attention_kernels.py"
+BUILD = "ezpz_llm/training/engine/build.py"
+DOCUMENTS = "ezpz_llm/training/model/document_mask.py"
+EMBEDDING = "ezpz_llm/training/model/embedding.py"
+GPT = "ezpz_llm/training/model/gpt.py"
+GRADIENTS = "ezpz_llm/training/engine/gradients.py"
+INIT = "ezpz_llm/training/model/init.py"
+LOSS = "ezpz_llm/training/model/loss.py"
+REDUCER = "ezpz_llm/training/engine/gradient_reducer.py"
+MUONS = "ezpz_llm/training/layout/optimizers/muon.py"
+STATE = "ezpz_llm/training/engine/optimizer_state.py"
+TORCH = "ezpz_llm/training/engine/torch_engine.py"
 
 FAULTS = (
     Fault("rope-neighbouring-pairs", "forward", GPT, "= x.chunk(2, dim=-1), result.chunk(2, dim=-1)",

@@ -1,4 +1,4 @@
-"""Measure the matmul peak in the task's precision, with `ezpz_llm.observe.peaks`."""
+"""Measure the matmul peak in the task's precision, with `ezpz_llm.training.observe.peaks`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.observe.peaks import fastest_product
+from ezpz_llm.training.observe.peaks import fastest_product
 from peers.task import Clock, Task
 
 _SECONDS = 2.0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.shards import TokenData
 
 LETTERS = 65
 """Number of different characters, as in tiny Shakespeare."""

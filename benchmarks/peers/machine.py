@@ -30,8 +30,8 @@ def own_precision() -> str:
     """Return the precision of `--precision auto` on this machine: fp32 on a CPU without bf16 instructions."""
     import torch
 
-    from ezpz_llm.engine.precision import native_precision
-    from ezpz_llm.layout.layout import Layout
+    from ezpz_llm.training.engine.precision import native_precision
+    from ezpz_llm.training.layout.layout import Layout
 
     return "fp32" if native_precision(torch.device("cpu"), Layout("ddp", "ddp")) == "fp32" else "bf16"
 

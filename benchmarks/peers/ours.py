@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE
-from ezpz_llm.dist import Heartbeat
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.model.parameters import flops_per_token
-from ezpz_llm.observe import WallClock
-from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
-from ezpz_llm.trainer.loop import train
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import start
+from ezpz_llm.training.dist import Heartbeat
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.model.parameters import flops_per_token
+from ezpz_llm.training.observe import WallClock
+from ezpz_llm.training.trainer.callbacks.callback import Callback, CallbackContext
+from ezpz_llm.training.trainer.loop import train
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import start
 from peers.collectives import apart
 from peers.data import SHARDS
 from peers.task import Clock, Task

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.data.samples import Batches
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.training.data.samples import Batches
+from ezpz_llm.training.data.shards import TokenData
 from peers.data import SHARDS
 from peers.task import Clock, Task
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.layout.layout import Layout
-from ezpz_llm.layout.optimizers import Optimizer
+from ezpz_llm.training.layout.layout import Layout
+from ezpz_llm.training.layout.optimizers import Optimizer
 
 
 @dataclass(frozen=True)

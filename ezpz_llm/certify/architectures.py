@@ -20,13 +20,13 @@ from ezpz_llm.certify.cases import load_layout
 from ezpz_llm.certify.one_process import settings_of
 from ezpz_llm.certify.plain_step import IGNORED, MicroBatch, Tensors
 from ezpz_llm.certify.thread_ranks import run_ranks
-from ezpz_llm.dist import Degrees, Mesh
-from ezpz_llm.engine.build import assemble
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.document_mask import mask_documents
-from ezpz_llm.model.init import initial_values
-from ezpz_llm.model.loss import Reduction, configure_head
-from ezpz_llm.model.parameters import Box, parameter_shapes, placement_of, size, whole_box
+from ezpz_llm.training.dist import Degrees, Mesh
+from ezpz_llm.training.engine.build import assemble
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.document_mask import mask_documents
+from ezpz_llm.training.model.init import initial_values
+from ezpz_llm.training.model.loss import Reduction, configure_head
+from ezpz_llm.training.model.parameters import Box, parameter_shapes, placement_of, size, whole_box
 
 _SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 29, "vocab_multiple": 8}
 SHAPES = {

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from msgspec.structs import replace
 
-from ezpz_llm import checkpoint
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
 from ezpz_llm.certify.copies import differing_copies
@@ -40,19 +39,20 @@ from ezpz_llm.certify.reference import (
 from ezpz_llm.certify.uncovered_paths import certify_shared_fault
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.collectives import CollectiveCounter, by_ranks
-from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
-from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.knobs import KNOBS
-from ezpz_llm.layout.layout import Layout
-from ezpz_llm.layout.memory import held_parameters, memory_per_rank
-from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes
-from ezpz_llm.layout.resolve import Resolved
-from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import all_gather
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.collectives import CollectiveCounter, by_ranks
+from ezpz_llm.training.engine.live_memory import live_storages, live_tensor_memory
+from ezpz_llm.training.layout.batch import Batch
+from ezpz_llm.training.layout.knobs import KNOBS
+from ezpz_llm.training.layout.layout import Layout
+from ezpz_llm.training.layout.memory import held_parameters, memory_per_rank
+from ezpz_llm.training.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes
+from ezpz_llm.training.layout.resolve import Resolved
+from ezpz_llm.training.model.config import ModelConfig
+from ezpz_llm.training.model.parameters import parameter_count
 
 _MEMORY_STEP = 1
 """Step, counted from 0, in which memory is measured; step 0 would include setup.

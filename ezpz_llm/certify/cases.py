@@ -13,12 +13,12 @@ from ezpz_llm.certify.injected_faults import FAULTS, find_fault
 from ezpz_llm.certify.target_file import ACCUMULATION, DTYPES, LAYOUTS, TargetFile, find_target
 from ezpz_llm.core.base import MAX_RANKS, UserError, shorten_value, unknown_name_error, whole_number
 from ezpz_llm.core.base.command_parser import CommandParser
-from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.layout import ds_config
-from ezpz_llm.layout.layout import Layout, read_layout
-from ezpz_llm.layout.precision_recipes import RECIPES
-from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.model.config import MODELS
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.layout import ds_config
+from ezpz_llm.training.layout.layout import Layout, read_layout
+from ezpz_llm.training.layout.precision_recipes import RECIPES
+from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.training.model.config import MODELS
 
 _DP_SIZES = (1, 2, 4)
 _MAX_RANKS = 4

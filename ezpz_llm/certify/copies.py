@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.optimizer_state import Slice, slice_placement
-from ezpz_llm.model.parameters import placement_of, size
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import all_gather
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.optimizer_state import Slice, slice_placement
+from ezpz_llm.training.model.parameters import placement_of, size
 
 _BLOCK = 64
 """Elements per checksum."""

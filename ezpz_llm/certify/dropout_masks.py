@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.certify.loss_scaling import LENGTH, micro_batches, small_config
-from ezpz_llm.dist import Degrees
-from ezpz_llm.model.compile import recompute_blocks
-from ezpz_llm.model.gpt import GPT, CausalProduct
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.tensor_parallel import RankedDropout
-from ezpz_llm.trainer.config import TrainConfig
-from ezpz_llm.trainer.run import dropout_seed
+from ezpz_llm.training.dist import Degrees
+from ezpz_llm.training.model.compile import recompute_blocks
+from ezpz_llm.training.model.gpt import GPT, CausalProduct
+from ezpz_llm.training.model.init import init_weights
+from ezpz_llm.training.model.tensor_parallel import RankedDropout
+from ezpz_llm.training.trainer.config import TrainConfig
+from ezpz_llm.training.trainer.run import dropout_seed
 
 P = 0.25
 """Drop probability."""

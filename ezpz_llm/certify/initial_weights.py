@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.init import initial_values
-from ezpz_llm.model.parameters import parameter_shapes, whole_box
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.init import initial_values
+from ezpz_llm.training.model.parameters import parameter_shapes, whole_box
 
 MODELS = tuple(get_model_config(f"tiny-{name}", n_layer=2, n_head=2, n_kv_head=2, n_embd=64, block_size=70,
                                 vocab_size=200, intermediate_size=600, tied=False) for name in ("gpt2", "llama"))

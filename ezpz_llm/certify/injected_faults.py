@@ -15,12 +15,12 @@ import numpy as np
 
 from ezpz_llm.certify.recipe import Rows
 from ezpz_llm.core.base import unknown_name_error
-from ezpz_llm.layout.layout import Layout
+from ezpz_llm.training.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-    from ezpz_llm.engine.base import Engine
-    from ezpz_llm.layout.resolve import Resolved
+    from ezpz_llm.training.dist import Dist
+    from ezpz_llm.training.engine.base import Engine
+    from ezpz_llm.training.layout.resolve import Resolved
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _sync_early(engine: Any, dist: Dist) -> None:
 
 def _unmark_tp(engine: Any, dist: Dist) -> None:
     """Mix up partitioned and replicated tensor-parallel parameters in the gradient norm."""
-    from ezpz_llm.model.parameters import placement_of, set_placement
+    from ezpz_llm.training.model.parameters import placement_of, set_placement
 
     named = list(engine.module.named_parameters())
     for _, parameter in named:
@@ -162,7 +162,7 @@ def _let_copy_drift(engine: Any, dist: Dist) -> None:
 def _remove_mask(engine: Engine, dist: Dist) -> None:
     from torch.nn import functional
 
-    from ezpz_llm.model.gpt import CausalProduct
+    from ezpz_llm.training.model.gpt import CausalProduct
 
     def forward(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
         return functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
@@ -176,7 +176,7 @@ def _untie_head(model: Any, dist: Dist, layout: Layout) -> None:
     """Drop the head's contribution to the gradient of the tied table, as for an untied head."""
     from torch.nn import functional
 
-    from ezpz_llm.model.loss import cross_entropy
+    from ezpz_llm.training.model.loss import cross_entropy
 
     if not hasattr(model, "lm_head"):
         return  # a pipeline stage without the head
@@ -240,7 +240,7 @@ def _unmask_beyond_64(engine: Engine, dist: Dist) -> None:
     import torch
     from torch.nn import functional
 
-    from ezpz_llm.model.gpt import CausalProduct
+    from ezpz_llm.training.model.gpt import CausalProduct
 
     def forward(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
         """Compute causal attention, with all tokens visible to rows from 64 on."""

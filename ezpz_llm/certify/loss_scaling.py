@@ -16,20 +16,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ezpz_llm import checkpoint
 from ezpz_llm.certify import one_process, recipe
 from ezpz_llm.certify.one_process import ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import MicroBatch, State
 from ezpz_llm.certify.reference import make_engine
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.loss import configure_head
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.precision import LossScale
+from ezpz_llm.training.layout.ds_config_blocks import DynamicScale
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.loss import configure_head
 
 LENGTH, BATCH, ACCUMULATION, CHUNK = 32, 4, 2, 24
 _CLIPS = (recipe.CLIP, 0.0)

@@ -10,8 +10,8 @@ from ezpz_llm.certify.local_launches import MIDDLE
 from ezpz_llm.core.base import read_json
 from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import broadcast
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import broadcast
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from ezpz_llm.certify.loss_scaling import ACCUMULATION, BATCH, micro_batches, si
 from ezpz_llm.certify.one_process import settings_of
 from ezpz_llm.certify.reference import make_engine
 from ezpz_llm.certify.thread_ranks import ThreadMesh, run_ranks
-from ezpz_llm.dist import Degrees
-from ezpz_llm.engine.optimizer_state import Slice
-from ezpz_llm.engine.whole_matrices import WholeMatrices
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.parameters import whole_box
+from ezpz_llm.training.dist import Degrees
+from ezpz_llm.training.engine.optimizer_state import Slice
+from ezpz_llm.training.engine.whole_matrices import WholeMatrices
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.parameters import whole_box
 
 STEPS, _MOMENTUM = 3, 0.95
 TOLERANCE, ROUNDING = 1e-4, STEPS * 2.0 ** -24

@@ -19,8 +19,8 @@ from ezpz_llm.certify.plain_step import ARITHMETIC, MicroBatch, Settings, State,
 from ezpz_llm.certify.records import LargestRatio
 from ezpz_llm.certify.verdict import Finding, backward_order
 from ezpz_llm.core.base import UserError
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.model.config import ModelConfig
 
 DISAGREES = "one process disagrees with the definition of the step"
 INCONSISTENT = "one process disagrees with itself"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ezpz_llm.data.samples import IGNORED
-from ezpz_llm.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.data.samples import IGNORED
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
 
 Rows = Callable[[np.ndarray, int], np.ndarray]
 """Function from a global batch and its step to the sequences (n, T + 1) of this rank, in micro-batch order."""

@@ -117,7 +117,7 @@ class RankCollectives(Struct, frozen=True):
 
 
 class MemoryPart(Struct, frozen=True):
-    """Calculated memory of a kind of state; see `ezpz_llm.layout.memory.Part`."""
+    """Calculated memory of a kind of state; see `ezpz_llm.training.layout.memory.Part`."""
 
     kind: str
     where: str

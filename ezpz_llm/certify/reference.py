@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ezpz_llm import checkpoint
 from ezpz_llm.certify import one_process, recipe, verdict
 from ezpz_llm.certify.local_launches import reference_file
 from ezpz_llm.certify.one_process import DISAGREES, INCONSISTENT, Evaluation, ObservedStep, settings_of, state_of
@@ -27,24 +26,25 @@ from ezpz_llm.certify.records import LargestRatio, Noise, ReferenceNumbers
 from ezpz_llm.core.base import UserError, read_json
 from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.core.rundir import RunDir, write_json
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.dist.agreement import all_gather
-from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine import gradient_reducer
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.optimizer_state import Slice, owned_parts
-from ezpz_llm.evaluate.validation import sample, validation_loss
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.ds_defaults import uses_nvme
-from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.model.compile import recompute_blocks
-from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.document_mask import mask_documents
-from ezpz_llm.model.init import decay_groups
-from ezpz_llm.model.loss import configure_head
-from ezpz_llm.model.parameters import parameter_named, parameter_shapes
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.dist.agreement import all_gather
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.engine import gradient_reducer
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.training.engine.optimizer_state import Slice, owned_parts
+from ezpz_llm.training.evaluate.validation import sample, validation_loss
+from ezpz_llm.training.layout.ds_defaults import uses_nvme
+from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.training.model.compile import recompute_blocks
+from ezpz_llm.training.model.config import ModelConfig
+from ezpz_llm.training.model.document_mask import mask_documents
+from ezpz_llm.training.model.init import decay_groups
+from ezpz_llm.training.model.loss import configure_head
+from ezpz_llm.training.model.parameters import parameter_named, parameter_shapes
 
 _NOISE_ACCUMULATIONS = (8, 1, 4)
 """Micro-steps of each run that measures noise. The reference has recipe.ACCUMULATION. With uneven targets, the loss

@@ -33,8 +33,8 @@ from ezpz_llm.core.base import UserError, group_by_key, print_lines
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import RunDir, write_atomic
 from ezpz_llm.core.rundir.records import CertifyOutcome, Environment, update_record
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.observe.tables import table
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.observe.tables import table
 
 _COLUMNS = ("layout", "model", "ranks", "dtype", "loss / bound", "norm / bound", "worst gradient",
             "worst weights", "bound / decrease", "bound / movement", "verdict")

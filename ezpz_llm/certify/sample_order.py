@@ -21,8 +21,8 @@ import numpy as np
 from ezpz_llm.certify.one_process import DISAGREES
 from ezpz_llm.certify.plain_step import IGNORED
 from ezpz_llm.core.base import UserError
-from ezpz_llm.data.samples import Batches, ReadAhead, ValidationWindows
-from ezpz_llm.data.shards import BLOCK, Mixture, TokenStream
+from ezpz_llm.training.data.samples import Batches, ReadAhead, ValidationWindows
+from ezpz_llm.training.data.shards import BLOCK, Mixture, TokenStream
 
 LENGTH = 16
 """Tokens per sample (T)."""
@@ -53,7 +53,7 @@ def check_reader() -> None:
 
 
 def find_problems() -> Iterator[str]:
-    """Yield a message for each failed check of the readers in `ezpz_llm/data/`."""
+    """Yield a message for each failed check of the readers in `ezpz_llm/training/data/`."""
     with tempfile.TemporaryDirectory() as folder:
         alone, first, second = (_stream(Path(folder), windows, begin)
                                 for windows, begin in ((_ODD_EPOCH, 0), (EPOCH, 0), (EPOCH, SECOND)))

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from ezpz_llm.trainer.config import RunConfig
-from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
+from ezpz_llm.training.trainer.config import RunConfig
+from ezpz_llm.training.trainer.schedule import SCHEDULES, learning_rate
 
 PEAK, FLOOR, _INITIAL = 4e-3, 5e-4, 1e-4
 """Learning rates at the peak, at the end, and at the start of the warm-up."""
@@ -24,7 +24,7 @@ STEPS = DECAY + 5
 
 
 def find_problems() -> Iterator[str]:
-    """Yield a message for each failed check of the learning rates in `ezpz_llm/trainer/schedule.py`."""
+    """Yield a message for each failed check of the learning rates in `ezpz_llm/training/trainer/schedule.py`."""
     if unknown := SCHEDULES.keys() - _CURVES.keys() - _DEEPSPEED_CURVES.keys():
         yield f"{', '.join(sorted(unknown))}: certify has no definition of this learning rate schedule"
     names: tuple[Any, ...] = (*_CURVES, *_DEEPSPEED_CURVES)

@@ -36,10 +36,10 @@ from ezpz_llm.certify.verdict import Finding
 from ezpz_llm.core.base import count_noun, read_json
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather
-from ezpz_llm.engine.running_statistics import statistics_of
-from ezpz_llm.library.script_models import ScriptModels
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import all_gather
+from ezpz_llm.training.engine.running_statistics import statistics_of
+from ezpz_llm.training.library.script_models import ScriptModels
 
 PHASES = {"data": "data", **verdict.PHASES, "statistics": "running statistics", "random": "random numbers",
           "evaluation": "evaluation", "resume": "resume"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.records import Basis, TargetRecord
 from ezpz_llm.core.base import UserError, read_bytes, unknown_name_error
-from ezpz_llm.library.target import Target
+from ezpz_llm.training.library.target import Target
 
 ACCUMULATION = 3
 """Micro batches per step. An error by a factor of 3 cannot be confused with one by the number of ranks (2 or 4)."""

@@ -24,10 +24,10 @@ from ezpz_llm.certify.target_statistics import normalizes_over_batch
 from ezpz_llm.core.base import UserError, count_noun
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.dist import Dist
-from ezpz_llm.engine.running_statistics import statistics_of
-from ezpz_llm.layout import ds_config
-from ezpz_llm.layout.layout import read_layout
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.engine.running_statistics import statistics_of
+from ezpz_llm.training.layout import ds_config
+from ezpz_llm.training.layout.layout import read_layout
 
 STATISTIC = "statistic/"
 """Prefix of running statistics (after the last step) in the tensors of a reference."""

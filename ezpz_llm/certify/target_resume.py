@@ -24,10 +24,10 @@ from ezpz_llm.certify.target_run import (
     wrap_target,
 )
 from ezpz_llm.certify.verdict import Finding
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather
-from ezpz_llm.library.script_models import ScriptModels
-from ezpz_llm.library.wrapped import Wrapped
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import all_gather
+from ezpz_llm.training.library.script_models import ScriptModels
+from ezpz_llm.training.library.wrapped import Wrapped
 
 WeightSlices = list[tuple[str, Tensor]]
 """Slices of weights on a rank, with parameter names."""

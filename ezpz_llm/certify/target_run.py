@@ -23,15 +23,15 @@ from ezpz_llm.certify.reference import Trajectory
 from ezpz_llm.certify.target_file import ACCUMULATION, EPS_SHARE
 from ezpz_llm.certify.target_statistics import StatisticsByRank
 from ezpz_llm.core.base import UserError
-from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine.optimizer_state import Slice
-from ezpz_llm.library.input_dtype import on_tensors
-from ezpz_llm.library.run import Run
-from ezpz_llm.library.target import Target
-from ezpz_llm.library.wrapped import Wrapped
-from ezpz_llm.library.wrapping import wrap_in
-from ezpz_llm.observe import StepTimeline, WallClock
+from ezpz_llm.training.dist import Dist, Heartbeat
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.engine.optimizer_state import Slice
+from ezpz_llm.training.library.input_dtype import on_tensors
+from ezpz_llm.training.library.run import Run
+from ezpz_llm.training.library.target import Target
+from ezpz_llm.training.library.wrapped import Wrapped
+from ezpz_llm.training.library.wrapping import wrap_in
+from ezpz_llm.training.observe import StepTimeline, WallClock
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

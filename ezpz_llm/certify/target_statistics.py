@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.engine.running_statistics import statistics_of
+from ezpz_llm.training.engine.running_statistics import statistics_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from ezpz_llm.certify.loss_scaling import small_config
 from ezpz_llm.certify.plain_step import IGNORED
 from ezpz_llm.certify.thread_ranks import ThreadMesh, run_ranks
-from ezpz_llm.checkpoint.index import Part, common
-from ezpz_llm.checkpoint.saver import CpuMemory
-from ezpz_llm.checkpoint.writer import read_shard
-from ezpz_llm.dist import Degrees
-from ezpz_llm.engine import sequence_parallel
-from ezpz_llm.engine.optimizer_state import TorchState
-from ezpz_llm.engine.pipeline_engine import PipelineEngine
-from ezpz_llm.engine.sharded_start import first_element
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.parameters import Box, size
+from ezpz_llm.training.checkpoint.index import Part, common
+from ezpz_llm.training.checkpoint.saver import CpuMemory
+from ezpz_llm.training.checkpoint.writer import read_shard
+from ezpz_llm.training.dist import Degrees
+from ezpz_llm.training.engine import sequence_parallel
+from ezpz_llm.training.engine.optimizer_state import TorchState
+from ezpz_llm.training.engine.pipeline_engine import PipelineEngine
+from ezpz_llm.training.engine.sharded_start import first_element
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.parameters import Box, size
 
 SHAPE = (4, 3)
 _BOXES: tuple[Box, ...] = (((0, 4), (0, 3)), ((0, 4), (1, 3)), ((1, 3), (0, 3)))

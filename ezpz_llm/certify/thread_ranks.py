@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo, ReduceOp
 
-from ezpz_llm.dist import Degrees, Mesh
-from ezpz_llm.dist.degrees import Axis
-from ezpz_llm.dist.private_names import tree_leaves
+from ezpz_llm.training.dist import Degrees, Mesh
+from ezpz_llm.training.dist.degrees import Axis
+from ezpz_llm.training.dist.private_names import tree_leaves
 
 _LIMIT_S = 30.0
 """Time limit of a collective, of which each takes milliseconds. Only a rank that hangs reaches it."""

@@ -21,26 +21,26 @@ import msgspec
 import numpy as np
 import torch
 
-from ezpz_llm import checkpoint
 from ezpz_llm.certify import one_process, plain_step, recipe
 from ezpz_llm.certify.one_process import Evaluation, ObservedStep, settings_of, state_of
 from ezpz_llm.certify.plain_step import EXACT, MicroBatch, State, cosine_rate
 from ezpz_llm.core.rundir import RunDir, read_lines
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.samples import sample_windows
-from ezpz_llm.data.shards import TokenStream
-from ezpz_llm.dist import Degrees, Dist, Heartbeat, Mesh
-from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.model.init import initial_values
-from ezpz_llm.model.parameters import whole_box
-from ezpz_llm.observe import WallClock
-from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
-from ezpz_llm.trainer.loop import train
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import broadcast_resume_point, dropout_seed, start
-from ezpz_llm.trainer.session import Session
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.samples import sample_windows
+from ezpz_llm.training.data.shards import TokenStream
+from ezpz_llm.training.dist import Degrees, Dist, Heartbeat, Mesh
+from ezpz_llm.training.engine.precision import LossScale
+from ezpz_llm.training.layout.ds_config_blocks import DynamicScale
+from ezpz_llm.training.model.init import initial_values
+from ezpz_llm.training.model.parameters import whole_box
+from ezpz_llm.training.observe import WallClock
+from ezpz_llm.training.trainer.callbacks.callback import Callback, CallbackContext
+from ezpz_llm.training.trainer.loop import train
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import broadcast_resume_point, dropout_seed, start
+from ezpz_llm.training.trainer.session import Session
 
 LENGTH, MICRO, GLOBAL, EVALUATED, SEED = 32, 2, 4, 64, 11
 STEPS, _SAVE_STEP, WARMUP, _OVERFLOW_STEP = 5, 3, 2, 1
@@ -139,7 +139,7 @@ def _overflow_once(session: Session, step: int) -> None:
 
 def _train(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, int], None] = lambda *_: None,
            resume: Path | None = None) -> _Run:
-    """Train in one process, like `ezpz_llm.trainer.run` but without the summary at the end.
+    """Train in one process, like `ezpz_llm.training.trainer.run` but without the summary at the end.
 
     Args:
         at: called before each step, with the session and the step number.

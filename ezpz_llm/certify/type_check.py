@@ -22,11 +22,11 @@ from ezpz_llm.core.base import (
     unknown_name_error,
 )
 from ezpz_llm.launcher.basics.ranks import ALONE
-from ezpz_llm.layout import ds_config
-from ezpz_llm.layout.constraints import validate
-from ezpz_llm.layout.knobs import LayoutCheck
-from ezpz_llm.layout.layout import Layout, read_layout
-from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
+from ezpz_llm.training.layout import ds_config
+from ezpz_llm.training.layout.constraints import validate
+from ezpz_llm.training.layout.knobs import LayoutCheck
+from ezpz_llm.training.layout.layout import Layout, read_layout
+from ezpz_llm.training.model.config import MODELS, ModelConfig, get_model_config
 
 WORLD = 4096
 SHAPES = ("tiny-gpt2", "tiny-llama")

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ezpz_llm.certify.type_rules import OperationRules, Types, axes_of, dual, fits, replaced, stamp
-from ezpz_llm.dist.private_names import find
-from ezpz_llm.model import attention_kernels, embedding, gpt, loss, tp_collectives
-from ezpz_llm.model.gpt import Block
-from ezpz_llm.model.parameters import placement_of
+from ezpz_llm.training.dist.private_names import find
+from ezpz_llm.training.model import attention_kernels, embedding, gpt, loss, tp_collectives
+from ezpz_llm.training.model.gpt import Block
+from ezpz_llm.training.model.parameters import placement_of
 
 _current_mode = find("spmd_types._state", "_current_mode")
 

@@ -17,17 +17,17 @@ from torch.distributed import ProcessGroup
 
 from ezpz_llm.certify.type_functions import RankProgram
 from ezpz_llm.certify.type_rules import replaced, stamp
-from ezpz_llm.dist.degrees import AXES, Axis
-from ezpz_llm.dist.mesh import Mesh
-from ezpz_llm.dist.private_names import find
-from ezpz_llm.engine.build import assemble, give_storage
-from ezpz_llm.engine.sharded_start import partition
-from ezpz_llm.layout.layout import Layout
-from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.loss import configure_head
-from ezpz_llm.model.parameters import Box, parameter_named, placement_of
-from ezpz_llm.model.pipeline import PipelineStage
+from ezpz_llm.training.dist.degrees import AXES, Axis
+from ezpz_llm.training.dist.mesh import Mesh
+from ezpz_llm.training.dist.private_names import find
+from ezpz_llm.training.engine.build import assemble, give_storage
+from ezpz_llm.training.engine.sharded_start import partition
+from ezpz_llm.training.layout.layout import Layout
+from ezpz_llm.training.model.config import ModelConfig
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.loss import configure_head
+from ezpz_llm.training.model.parameters import Box, parameter_named, placement_of
+from ezpz_llm.training.model.pipeline import PipelineStage
 
 _SEQUENCES, _TOKENS, _Z_LOSS = 2, 32, 1e-4
 _SETTINGS = ((24, False), (0, True))

@@ -20,19 +20,19 @@ from torch.distributed import ProcessGroup
 from ezpz_llm.certify.type_program import DATA_AXES, Rank, assembled, training_inputs
 from ezpz_llm.certify.type_rules import axes_of, replaced, stamp
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.degrees import AXES
-from ezpz_llm.dist.private_names import foreach_norm
-from ezpz_llm.engine import deepspeed_groups, gradients
-from ezpz_llm.engine.build import put_in_engine
-from ezpz_llm.engine.deepspeed_engine import mark_sharded
-from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.pipeline_engine import PipelineEngine
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model import tensor_parallel
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.parameters import placement_of, set_placement
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.degrees import AXES
+from ezpz_llm.training.dist.private_names import foreach_norm
+from ezpz_llm.training.engine import deepspeed_groups, gradients
+from ezpz_llm.training.engine.build import put_in_engine
+from ezpz_llm.training.engine.deepspeed_engine import mark_sharded
+from ezpz_llm.training.engine.gradients import norm_and_clip
+from ezpz_llm.training.engine.pipeline_engine import PipelineEngine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model import tensor_parallel
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.parameters import placement_of, set_placement
 
 _CLIP = 0.1
 

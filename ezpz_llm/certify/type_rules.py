@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.overrides import TorchFunctionMode
 
-from ezpz_llm.dist.private_names import foreach_copy_, foreach_div_, foreach_mul_, foreach_norm
+from ezpz_llm.training.dist.private_names import foreach_copy_, foreach_div_, foreach_mul_, foreach_norm
 
 Types = Mapping[Any, Any]
 """Type of a tensor by mesh axis."""

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ezpz_llm import checkpoint
 from ezpz_llm.certify import one_process, recipe
 from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.injected_faults import Fault, find_fault
@@ -27,12 +26,13 @@ from ezpz_llm.certify.records import CaseResult
 from ezpz_llm.certify.reference import make_engine, on_cpu, single_rank_world
 from ezpz_llm.certify.sample_order import check_reader
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Dist
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.evaluate.validation import validation_loss
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.loss import configure_head
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.evaluate.validation import validation_loss
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import ModelConfig
+from ezpz_llm.training.model.loss import configure_head
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.loss_scaling import ACCUMULATION, BATCH, micro_batches, single_cpu_rank, small_config
 from ezpz_llm.certify.reference import make_engine
-from ezpz_llm.dist import Dist
-from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.attention_kernels import blockwise_attention
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.embedding import TiedEmbedding
-from ezpz_llm.model.gpt import make_norm
-from ezpz_llm.model.loss import Head
-from ezpz_llm.model.tp_collectives import reduce_from_tp_region
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.engine.base import MicroStepEngine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.attention_kernels import blockwise_attention
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.embedding import TiedEmbedding
+from ezpz_llm.training.model.gpt import make_norm
+from ezpz_llm.training.model.loss import Head
+from ezpz_llm.training.model.tp_collectives import reduce_from_tp_region
 
 ROUNDING = 2.0 ** -8
 _TERMS = 4096

@@ -33,11 +33,11 @@ from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import write_json
 from ezpz_llm.core.rundir.records import update_record
-from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agreement import PeerFailedError, run_together
-from ezpz_llm.dist.setup import setup
 from ezpz_llm.launcher.basics.variables import EVALUATING, TRAINING
-from ezpz_llm.observe import run_environment
+from ezpz_llm.training.dist import Dist, Heartbeat
+from ezpz_llm.training.dist.agreement import PeerFailedError, run_together
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.observe import run_environment
 
 
 def main(argv: Sequence[str]) -> int:

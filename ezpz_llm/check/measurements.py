@@ -18,11 +18,11 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from ezpz_llm.check.facts import Compute, Device, Measurement, Mpi, Ready, Reduction, StoreLocation
 from ezpz_llm.check.messages import Request
 from ezpz_llm.check.node_facts import addresses, first_line, used_interfaces
-from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.dist.device import choose_device, device_identity, synchronize
-from ezpz_llm.dist.rendezvous import new_name, node_folder
 from ezpz_llm.launcher.basics.addresses import listen
 from ezpz_llm.launcher.basics.ranks import find_rank
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.device import choose_device, device_identity, synchronize
+from ezpz_llm.training.dist.rendezvous import new_name, node_folder
 
 _WINDOWS, _WINDOW_S = 3, 0.25
 _CPU_MATRIX, _ACCELERATOR_MATRIX = 384, 4096

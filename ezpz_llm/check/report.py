@@ -27,7 +27,7 @@ from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import RunDir, without_secrets, write_json
 from ezpz_llm.core.rundir.records import Finding
 from ezpz_llm.launcher.basics.hostlist import fold_numbers
-from ezpz_llm.observe.tables import table
+from ezpz_llm.training.observe.tables import table
 
 _MAX_ROWS = 24
 """Maximum number of nodes in the table. A longer table omits the nodes in the middle."""

@@ -19,7 +19,7 @@ from ezpz_llm.core.base import UserError, extensions_dir, installed, parse_json
 from ezpz_llm.core.rundir.records import Finding
 from ezpz_llm.launcher.basics.devices import visible_devices
 from ezpz_llm.launcher.planning.dialects import choose_launcher
-from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
+from ezpz_llm.training.layout.ops import OPS, building_dir, is_built, ops_dir
 
 _MIN_PYTHON, _MIN_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 17, 6), (0, 20))
 _TRAINER = ("deepspeed", "jsonargparse")
@@ -204,7 +204,7 @@ def check_compiler(env: Mapping[str, str]) -> Finding:
 
 def _stale_locks(env: Mapping[str, str]) -> list[Path]:
     """Return the locks of killed compilations in ezpz_llm's and torch's caches, for which builds would wait."""
-    from ezpz_llm.layout.ops import lock_holder
+    from ezpz_llm.training.layout.ops import lock_holder
 
     places = [building_dir()] if torch_build() and installed("deepspeed") else []
     if chosen := env.get("TORCH_EXTENSIONS_DIR"):

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.split import HOST, IN_STEP, RankSplit, Split, slow_link
 from ezpz_llm.explain.trainer_run import Settings, TrainerRun
-from ezpz_llm.layout.layout import Layout
-from ezpz_llm.layout.memory import cast_per_rank, memory_per_rank, total
-from ezpz_llm.layout.precision_recipes import AUTOCAST, RECIPES
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.layout.layout import Layout
+from ezpz_llm.training.layout.memory import cast_per_rank, memory_per_rank, total
+from ezpz_llm.training.layout.precision_recipes import AUTOCAST, RECIPES
+from ezpz_llm.training.model.parameters import parameter_count
 
 _MIN_BLAMED_SHARE = 0.6
 """Minimum share of all waiting that a rank must cause to be reported as slow."""

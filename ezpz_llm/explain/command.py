@@ -16,10 +16,10 @@ from ezpz_llm.explain import tables
 from ezpz_llm.explain.counterfactual import run_counterfactual
 from ezpz_llm.explain.diagnosis import Diagnosis, check_sentences, diagnose
 from ezpz_llm.explain.page import explain_figures, explain_page
-from ezpz_llm.observe.plots import bars_plot
-from ezpz_llm.observe.tables import Table, table_text
-from ezpz_llm.observe.terminal import terminal_width, wants_color
-from ezpz_llm.report.figures import write_figures
+from ezpz_llm.training.observe.plots import bars_plot
+from ezpz_llm.training.observe.tables import Table, table_text
+from ezpz_llm.training.observe.terminal import terminal_width, wants_color
+from ezpz_llm.training.report.figures import write_figures
 
 
 def main(argv: Sequence[str]) -> int:

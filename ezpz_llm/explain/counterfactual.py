@@ -16,9 +16,9 @@ from ezpz_llm.core.rundir import RunDir, read_json, schemas
 from ezpz_llm.core.rundir.records import Environment, Launch, RunRecord, read_own_record
 from ezpz_llm.explain.split import Split
 from ezpz_llm.launcher.basics.child import launch_words, run_launch
-from ezpz_llm.layout.batch import option_of
-from ezpz_llm.layout.precision_recipes import SCALED
-from ezpz_llm.layout.value_source import Origin, read_sources
+from ezpz_llm.training.layout.batch import option_of
+from ezpz_llm.training.layout.precision_recipes import SCALED
+from ezpz_llm.training.layout.value_source import Origin, read_sources
 
 _NOT_PASSED_ON = ("run_dir",)
 _REDERIVED = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)

@@ -27,9 +27,9 @@ from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.explain.trace import BETWEEN
 from ezpz_llm.explain.trainer_run import TrainerRun, read_trainer_run
 from ezpz_llm.launcher.basics.hostlist import rank_ranges
-from ezpz_llm.layout.memory import bucket_bytes
-from ezpz_llm.observe.history import PHASES, History, read_history, steady_steps
-from ezpz_llm.observe.machine_load import MachineLoad, recorded_load
+from ezpz_llm.training.layout.memory import bucket_bytes
+from ezpz_llm.training.observe.history import PHASES, History, read_history, steady_steps
+from ezpz_llm.training.observe.machine_load import MachineLoad, recorded_load
 
 _TORCH = "torch"
 

@@ -10,9 +10,9 @@ from ezpz_llm.explain import tables
 from ezpz_llm.explain.causes import Cause
 from ezpz_llm.explain.diagnosis import Diagnosis, check_sentences
 from ezpz_llm.explain.split import Split
-from ezpz_llm.observe.tables import Table
-from ezpz_llm.report.document import Part, page
-from ezpz_llm.report.figures import Figure, bars_figure
+from ezpz_llm.training.observe.tables import Table
+from ezpz_llm.training.report.document import Part, page
+from ezpz_llm.training.report.figures import Figure, bars_figure
 
 
 def explain_page(diagnosis: Diagnosis, now: float | None = None) -> str:

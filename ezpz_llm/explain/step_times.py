@@ -10,7 +10,7 @@ import numpy as np
 
 from ezpz_llm.core.base import count_noun
 from ezpz_llm.explain.causes import DATA_ADVICE, Cause
-from ezpz_llm.observe.history import PHASES, History, steady_steps
+from ezpz_llm.training.observe.history import PHASES, History, steady_steps
 
 _MIN_STEPS = 5
 """Minimum number of steady steps for reporting any cause."""

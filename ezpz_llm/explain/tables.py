@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ezpz_llm.core.base import count_noun
-from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.explain.diagnosis import Memory
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Split
-from ezpz_llm.observe.tables import Table, percentages, wall_table
-from ezpz_llm.observe.traffic import call_traffic
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.observe.tables import Table, percentages, wall_table
+from ezpz_llm.training.observe.traffic import call_traffic
 
 Bar = tuple[str, dict[str, float]]
 """Name of a stacked bar, and its parts in order."""

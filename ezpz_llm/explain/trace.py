@@ -38,7 +38,7 @@ from ezpz_llm.explain.events import (
     phase_of_launches,
     union,
 )
-from ezpz_llm.observe.history import PHASES
+from ezpz_llm.training.observe.history import PHASES
 
 _MAX_US = 1e18
 """Limit of times and durations in microseconds. The comparison with it also excludes NaN."""

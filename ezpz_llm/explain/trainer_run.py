@@ -11,14 +11,14 @@ from ezpz_llm.core.base.records import Step, Whole, as_record
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.layout_record import LayoutRecord
 from ezpz_llm.core.rundir.records import Device, RunRecord
-from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.layout import Layout
-from ezpz_llm.layout.optimizers import OptimizerName
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.training.layout.batch import Batch
+from ezpz_llm.training.layout.layout import Layout
+from ezpz_llm.training.layout.optimizers import OptimizerName
+from ezpz_llm.training.model.config import ModelConfig
 
 
 class Settings(Struct, frozen=True):
-    """Members of `config` in run.json that advice depends on; see `ezpz_llm.trainer.config.TrainConfig`."""
+    """Members of `config` in run.json that advice depends on; see `ezpz_llm.training.trainer.config.TrainConfig`."""
 
     steps: Step | None = None
     save_every: Whole = 0

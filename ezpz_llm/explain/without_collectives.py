@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ezpz_llm.core.base import run_command
-from ezpz_llm.trainer.callbacks.callback import Callback, CallbackContext
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import check_run
+from ezpz_llm.training.trainer.callbacks.callback import Callback, CallbackContext
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import check_run
 
 if TYPE_CHECKING:
-    from ezpz_llm.observe.profile_windows import Window
+    from ezpz_llm.training.observe.profile_windows import Window
 
 _TRACED, MEASURED = 24, 64
 """Number of traced steps, and of steps that alternate between with and without collectives."""
@@ -53,7 +53,7 @@ class _AlternatingSteps(Callback):
         self._inside = ExitStack()
         context.dist.barrier()
         if self._is_stubbed(step):
-            from ezpz_llm.dist.stubbed_collectives import stubbed_collectives
+            from ezpz_llm.training.dist.stubbed_collectives import stubbed_collectives
 
             self._inside.enter_context(stubbed_collectives())
         self._began = time.perf_counter()
@@ -96,8 +96,8 @@ def train(argv: Sequence[str], measured: int) -> int:
     if options.check:
         check_run(options, options.world_size or 1)
         return 0
-    from ezpz_llm.observe.profile_windows import Window
-    from ezpz_llm.trainer.run import run
+    from ezpz_llm.training.observe.profile_windows import Window
+    from ezpz_llm.training.trainer.run import run
 
     window = Window(options.config.steps - measured - 1, measured)
     return run(options, [_AlternatingSteps(window)])

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.observe.tables import Table
-from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Estimate, Measured, ratio
 from ezpz_llm.scaling.findings import Findings
 from ezpz_llm.scaling.tables import STEPS_ONLY, interval_text
+from ezpz_llm.training.observe.tables import Table
+from ezpz_llm.training.observe.throughput import format_number
 
 _IGNORED = ("EZPZ_LLM_RUN_DIR", "EZPZ_LLM_RUN_ID", "EZPZ_LLM_SECRET", "EZPZ_LLM_ENDS_AT",
                "EZPZ_LLM_TERMINAL", "EZPZ_LLM_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

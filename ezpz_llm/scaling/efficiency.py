@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 
 from ezpz_llm.core.base import group_by_key
-from ezpz_llm.observe.history import Spread, is_finite, spread
 from ezpz_llm.scaling.study import SPLIT, Mode, Repeat
+from ezpz_llm.training.observe.history import Spread, is_finite, spread
 
 CONFIDENCE = 0.95
 """Nominal coverage of intervals.

@@ -12,9 +12,9 @@ from ezpz_llm.core.base import UserError
 from ezpz_llm.core.rundir.records import Exit, Launch, Startup, read_record
 from ezpz_llm.launcher.jobs.option_parsing import value_of
 from ezpz_llm.launcher.jobs.schedulers.scheduler import clock_with_days
-from ezpz_llm.report.runs import load_runs
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Point, Study, run_dir_of
+from ezpz_llm.training.report.runs import load_runs
 
 _SHAPE = ("--model", "--n-layer", "--n-head", "--n-kv-head", "--n-embd", "--block-size", "--init-from", "--preset",
           "--config", "--precision", "--device")

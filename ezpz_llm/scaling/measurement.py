@@ -17,10 +17,10 @@ from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.layout_record import read_layout_record
 from ezpz_llm.core.rundir.records import Environment, Launch, Memory, RunRecord, read_record
 from ezpz_llm.explain.split import Split, split_run
-from ezpz_llm.observe.history import is_finite, steady_steps
-from ezpz_llm.observe.profile_windows import trace_window
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Point, Repeat, run_dir_of
+from ezpz_llm.training.observe.history import is_finite, steady_steps
+from ezpz_llm.training.observe.profile_windows import trace_window
 
 MIN_STEPS = 3
 """Minimum number of steady steps of a measurement."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ezpz_llm.core.rundir import redact_words
-from ezpz_llm.observe.tables import Table
-from ezpz_llm.observe.throughput import format_number
-from ezpz_llm.report.document import Part, page
-from ezpz_llm.report.figures import COLORS, MARKERS, Figure, Panel, bars_figure, name_text
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured, Unit, shared_unit
 from ezpz_llm.scaling.findings import Findings
 from ezpz_llm.scaling.study import Provenance
 from ezpz_llm.scaling.tables import Section, sections, study_notes
+from ezpz_llm.training.observe.tables import Table
+from ezpz_llm.training.observe.throughput import format_number
+from ezpz_llm.training.report.document import Part, page
+from ezpz_llm.training.report.figures import COLORS, MARKERS, Figure, Panel, bars_figure, name_text
 
 _IDEAL: dict[str, Any] = {"linestyle": "--", "color": "0.5", "linewidth": 0.8, "zorder": 0, "label": "ideal"}
 

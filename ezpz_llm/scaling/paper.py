@@ -9,11 +9,11 @@ from pathlib import Path
 from ezpz_llm.core.base import UserError, count_noun, print_lines, require_package
 from ezpz_llm.core.base.command_parser import CommandParser, typed_name
 from ezpz_llm.core.rundir import write_file
-from ezpz_llm.report.figures import COLUMN, PAGE, write_figures
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, shared_unit
 from ezpz_llm.scaling.findings import Findings, find
 from ezpz_llm.scaling.page import scaling_figure
 from ezpz_llm.scaling.tables import STEPS_ONLY
+from ezpz_llm.training.report.figures import COLUMN, PAGE, write_figures
 
 _ESCAPED = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"} | {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"})

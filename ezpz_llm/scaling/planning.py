@@ -24,10 +24,10 @@ from ezpz_llm.launcher.planning.plan import LaunchPlan, build_plan
 from ezpz_llm.launcher.running.precheck import run_check
 from ezpz_llm.launcher.submit.job import plan_job
 from ezpz_llm.launcher.submit.options import parse as parse_submit
-from ezpz_llm.layout.batch import option_of
 from ezpz_llm.scaling.measurement import MIN_STEPS, measured_steps
 from ezpz_llm.scaling.options import Options, is_own_script
 from ezpz_llm.scaling.study import Mode, Point, Study
+from ezpz_llm.training.layout.batch import option_of
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 

@@ -16,15 +16,15 @@ from ezpz_llm.core.base import UserError, escape_control_characters, print_lines
 from ezpz_llm.core.base.command_parser import CommandParser, typed_name
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import write_file
-from ezpz_llm.observe.plots import COLORS, LETTERS, Curve as PlotCurve, curves_plot
-from ezpz_llm.observe.tables import table, table_text
-from ezpz_llm.observe.terminal import terminal_width, wants_color
 from ezpz_llm.scaling.compare import compare, comparison_tables
 from ezpz_llm.scaling.efficiency import Curve, shared_unit
 from ezpz_llm.scaling.findings import Findings, find
 from ezpz_llm.scaling.page import findings_page
 from ezpz_llm.scaling.report_record import COLUMNS, ReportRecord, report_record
 from ezpz_llm.scaling.tables import sections, study_notes
+from ezpz_llm.training.observe.plots import COLORS, LETTERS, Curve as PlotCurve, curves_plot
+from ezpz_llm.training.observe.tables import table, table_text
+from ezpz_llm.training.observe.terminal import terminal_width, wants_color
 
 
 def report(folder: Path, at: Sequence[int] = ()) -> None:

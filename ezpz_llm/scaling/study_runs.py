@@ -21,7 +21,6 @@ from ezpz_llm.launcher.basics.child import launch_words, run_launch
 from ezpz_llm.launcher.basics.variables import ENDS_AT_VARIABLE
 from ezpz_llm.launcher.diagnosis.liveness import read_live_state
 from ezpz_llm.launcher.jobs.option_parsing import value_of
-from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.measurement import failed_repeat, measure
 from ezpz_llm.scaling.planning import THREADS_VARIABLE, hosts_options, study_allocation
 from ezpz_llm.scaling.study import (
@@ -33,6 +32,7 @@ from ezpz_llm.scaling.study import (
     read_repeats,
     run_dir_of,
 )
+from ezpz_llm.training.observe.throughput import format_number
 
 _IDLE_S = "300"
 """Default --idle-timeout of a run, so that the study continues after a run that hangs."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from ezpz_llm.core.base import count_noun
 from ezpz_llm.core.base.shell_commands import to_typable
-from ezpz_llm.observe.tables import Table
-from ezpz_llm.observe.throughput import format_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio
 from ezpz_llm.scaling.findings import Findings
 from ezpz_llm.scaling.fit import FORMULA, Fit
 from ezpz_llm.scaling.study import SPLIT
 from ezpz_llm.scaling.superlinear import explain_superlinear
+from ezpz_llm.training.observe.tables import Table
+from ezpz_llm.training.observe.throughput import format_number
 
 STEPS_ONLY = "*: only one run, so its interval does not include the variation between runs"
 

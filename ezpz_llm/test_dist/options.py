@@ -8,10 +8,10 @@ from pathlib import Path
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.value_source import DEFAULT
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.seeds import seed_for
+from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.training.layout.value_source import DEFAULT
 
 _DEFAULT_BATCH = 64
 MIN_STEPS = 10

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as torch_dist
 
 from ezpz_llm.core.base import group_by_key
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather
-from ezpz_llm.dist.device import synchronize
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import all_gather
+from ezpz_llm.training.dist.device import synchronize
 
 ALL, SAME, ACROSS = "all ranks", "same node", "across nodes"
 MAX_PAIRS = 32

@@ -20,21 +20,28 @@ from ezpz_llm.check.findings import findings_text, is_fit, verdict
 from ezpz_llm.core.base import count_noun, print_lines
 from ezpz_llm.core.rundir import RunDir, append_line, write_atomic
 from ezpz_llm.core.rundir.records import Environment, Finding, SmokeTest, update_record
-from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agreement import all_gather, all_reduce, run_together
-from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import build_engine
 from ezpz_llm.launcher.basics.variables import ENDING, RENDEZVOUS, STARTING, TRAINING
-from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.resolve import Resolved
-from ezpz_llm.observe import PythonProfile, StepTimeline, profile_window, run_environment, series_plot, wants_color
-from ezpz_llm.observe.history import spread
-from ezpz_llm.observe.tables import table
-from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.test_dist.options import reject_used_directory
 from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
+from ezpz_llm.training.dist import Dist, Heartbeat
+from ezpz_llm.training.dist.agreement import all_gather, all_reduce, run_together
+from ezpz_llm.training.dist.seeds import seed_for
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.layout.batch import Batch
+from ezpz_llm.training.layout.resolve import Resolved
+from ezpz_llm.training.observe import (
+    PythonProfile,
+    StepTimeline,
+    profile_window,
+    run_environment,
+    series_plot,
+    wants_color,
+)
+from ezpz_llm.training.observe.history import spread
+from ezpz_llm.training.observe.tables import table
+from ezpz_llm.training.observe.terminal import terminal_width
 
 _LEGEND = """
 loss: mean squared error over all ranks' samples; sps: samples per second over all ranks;
@@ -335,7 +342,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
 
 def _engine(resolved: Resolved, dist: Dist, seed: int, import_seconds: dict[str, float]) -> Engine:
     if resolved.layout.engine == "deepspeed":
-        from ezpz_llm.engine.deepspeed_import import import_deepspeed
+        from ezpz_llm.training.engine.deepspeed_import import import_deepspeed
 
         start = time.perf_counter()
         import_deepspeed(dist.device.type)

@@ -214,21 +214,21 @@ def test_private_attributes_of_other_libraries_are_in_the_tables():
     ours = STANDARD.union(*map(names_made_in, trees.values()))
     violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
                   for line, name in foreign_names_in(tree, ours) if name not in table_words}
-    assert not violations, "add it to ezpz_llm/dist/private_names.py, or layout/deepspeed_versions.py"
+    assert not violations, "add it to ezpz_llm/training/dist/private_names.py, or layout/deepspeed_versions.py"
     assert foreign_names_in(ast.parse("table.weight._hp_grad"), ours) == [(1, "_hp_grad")]
 
 
 def test_private_names_of_modules_are_only_in_private_names():
     violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py")
                   for line, name in private_names_in(path.read_text()) if path.name != "private_names.py"}
-    assert not violations, "import it from ezpz_llm.dist.private_names"
+    assert not violations, "import it from ezpz_llm.training.dist.private_names"
     assert private_names_in("import torch\ntorch.cpu._is_amx_tile_supported()")
     assert private_names_in("from torch.utils._pytree import tree_leaves")
     assert private_names_in("from deepspeed.utils.groups import _WORLD_GROUP")
 
 
 def test_ruff_checks_every_module():
-    """Ruff's default skips folders named dist, such as ezpz_llm/dist."""
+    """Ruff's default skips folders named dist, such as ezpz_llm/training/dist."""
     root = PACKAGE.parent
     listed = subprocess.run([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=root, check=True,
                             capture_output=True, text=True, timeout=scaled(60)).stdout.splitlines()

@@ -14,7 +14,7 @@ from slowness import scaled
 from ezpz_llm.core.base.errors import UserError, escape_control_characters
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.relay import print_stderr
-from ezpz_llm.observe.tables import table
+from ezpz_llm.training.observe.tables import table
 
 EVIL = "\x1b]0;PWNED\x07\x1b[31mevil\x9b2J\r\x08\u202e"
 

@@ -16,12 +16,12 @@ from ezpz_llm.core import base
 from ezpz_llm.core.base import count_noun
 from ezpz_llm.core.base.errors import EXIT_USAGE, UserError, did_you_mean, run_command, unknown_name_error
 from ezpz_llm.core.base.package_data import user_path
-from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.manifest import read_manifest
-from ezpz_llm.data.tokenizers import choose_tokenizer
-from ezpz_llm.evaluate.hellaswag import read_items
-from ezpz_llm.layout.ds_config import load as load_ds_config
-from ezpz_llm.trainer.options import parse as parse_train
+from ezpz_llm.training.data.corpora import find_corpus
+from ezpz_llm.training.data.manifest import read_manifest
+from ezpz_llm.training.data.tokenizers import choose_tokenizer
+from ezpz_llm.training.evaluate.hellaswag import read_items
+from ezpz_llm.training.layout.ds_config import load as load_ds_config
+from ezpz_llm.training.trainer.options import parse as parse_train
 
 
 def test_user_error_is_printed_with_place_and_remedy(capsys):

@@ -14,10 +14,10 @@ from slowness import scaled
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from ezpz_llm.layout.optimizers import OPTIMIZERS
+from ezpz_llm.training.layout.optimizers import OPTIMIZERS
 from ezpz_llm.launcher.planning.dialects import dialects
 from ezpz_llm.launcher.jobs.schedulers import schedulers
-from ezpz_llm.trainer.callbacks.installed_callbacks import installed_callbacks
+from ezpz_llm.training.trainer.callbacks.installed_callbacks import installed_callbacks
 classes = {*map(type, OPTIMIZERS.values()), *map(type, dialects()), *map(type, schedulers().values()),
            *map(type, installed_callbacks())}
 print(OPTIMIZERS["adamw"].printed, schedulers()["slurm"].TITLE, *sorted({kind.__module__ for kind in classes}))

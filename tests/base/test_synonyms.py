@@ -12,10 +12,10 @@ from slowness import scaled
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.synonyms import options_in, rows
-from ezpz_llm.data import __main__ as data
 from ezpz_llm.launcher.jobs import option_parsing
 from ezpz_llm.launcher.submit import options as submit_options
-from ezpz_llm.trainer import options as trainer_options
+from ezpz_llm.training.data import command as data
+from ezpz_llm.training.trainer import options as trainer_options
 
 ROOT = Path(__file__).parents[2]
 TRAIN = {word for action in trainer_options.build_parser()._actions for word in action.option_strings}

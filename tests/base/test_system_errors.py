@@ -17,9 +17,9 @@ from ezpz_llm import why
 from ezpz_llm.core.base import run_command
 from ezpz_llm.core.base.private_folders import make_private
 from ezpz_llm.core.rundir import private_opener
-from ezpz_llm.hf.source import find_source
-from ezpz_llm.report import __main__ as report
-from ezpz_llm.trainer.options import parse
+from ezpz_llm.training.hf.source import find_source
+from ezpz_llm.training.report import command as report
+from ezpz_llm.training.trainer.options import parse
 
 _LONG = "x" * 6000
 

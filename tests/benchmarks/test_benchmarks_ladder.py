@@ -14,7 +14,7 @@ import pytest
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.trainer.options import parse
+from ezpz_llm.training.trainer.options import parse
 
 SCRIPT = ROOT / "benchmarks" / "ladder.py"
 

@@ -10,7 +10,7 @@ import pytest
 from places import ROOT
 
 from ezpz_llm.certify.definitions import TOPICS
-from ezpz_llm.layout import ds_config
+from ezpz_llm.training.layout import ds_config
 
 
 @pytest.fixture

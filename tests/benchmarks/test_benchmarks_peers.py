@@ -15,10 +15,10 @@ import torch
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.engine import precision as engine_precision
-from ezpz_llm.model.parameters import parameter_count
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.training.engine import precision as engine_precision
+from ezpz_llm.training.model.parameters import parameter_count
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
 
 BENCHMARKS = ROOT / "benchmarks"
 TASK = {"program": "ours", "data": "D", "scratch": "S", "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256,

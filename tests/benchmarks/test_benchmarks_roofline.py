@@ -13,8 +13,8 @@ import torch
 
 from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.core.base.untrusted_input import read_json
-from ezpz_llm.model.loss import Head
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.training.model.loss import Head
+from ezpz_llm.training.model.parameters import parameter_count
 
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."),
                                 reason="other versions of torch have other operators and fusions")

@@ -49,12 +49,12 @@ from ezpz_llm.certify.reference import Trajectory, certain_texts, check_gradient
 from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, basis, closing_text, write_docs
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.records import as_plain, as_record
-from ezpz_llm.layout import ds_config, ops
-from ezpz_llm.layout.knobs import KNOBS
-from ezpz_llm.layout.memory import memory_per_rank
-from ezpz_llm.layout.precision_recipes import GradientDtypes
-from ezpz_llm.layout.suggestions import shipped_layouts
-from ezpz_llm.model.parameters import parameter_count, parameter_shapes
+from ezpz_llm.training.layout import ds_config, ops
+from ezpz_llm.training.layout.knobs import KNOBS
+from ezpz_llm.training.layout.memory import memory_per_rank
+from ezpz_llm.training.layout.precision_recipes import GradientDtypes
+from ezpz_llm.training.layout.suggestions import shipped_layouts
+from ezpz_llm.training.model.parameters import parameter_count, parameter_shapes
 
 
 def planned(*arguments: str, world_size: int | None = None):

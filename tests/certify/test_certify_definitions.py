@@ -24,20 +24,20 @@ from ezpz_llm.certify import (
     wide_sums,
 )
 from ezpz_llm.certify.local_launches import read_definition_outcomes
-from ezpz_llm.checkpoint import reader, retention
-from ezpz_llm.checkpoint.saver import CpuMemory
 from ezpz_llm.core.base import UserError
-from ezpz_llm.engine import build, gradients, optimizer_state, sequence_parallel
-from ezpz_llm.engine.gradients import NonFiniteStepSkipper
-from ezpz_llm.engine.pipeline_engine import PipelineEngine
-from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.whole_matrices import WholeMatrices
-from ezpz_llm.layout.optimizers import muon
-from ezpz_llm.model import document_mask, gpt, init, loss, tensor_parallel
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.tensor_parallel import RankedDropout
-from ezpz_llm.trainer import loop, run
-from ezpz_llm.trainer.schedule import SCHEDULES
+from ezpz_llm.training.checkpoint import reader, retention
+from ezpz_llm.training.checkpoint.saver import CpuMemory
+from ezpz_llm.training.engine import build, gradients, optimizer_state, sequence_parallel
+from ezpz_llm.training.engine.gradients import NonFiniteStepSkipper
+from ezpz_llm.training.engine.pipeline_engine import PipelineEngine
+from ezpz_llm.training.engine.precision import LossScale
+from ezpz_llm.training.engine.whole_matrices import WholeMatrices
+from ezpz_llm.training.layout.optimizers import muon
+from ezpz_llm.training.model import document_mask, gpt, init, loss, tensor_parallel
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.tensor_parallel import RankedDropout
+from ezpz_llm.training.trainer import loop, run
+from ezpz_llm.training.trainer.schedule import SCHEDULES
 
 update_scale, samples, state_of = LossScale.update, loop.micro_batches, run.resume_from_checkpoint
 scale_gradients, init_dropout = gradients._scale_gradients, RankedDropout.__init__

@@ -20,9 +20,9 @@ from ezpz_llm.certify.one_process import Comparison, Spread
 from ezpz_llm.certify.uncovered_paths import observe
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.base import Engine
 from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine.base import Engine
 
 SHARED = [name for name, fault in FAULTS.items() if fault.shared]
 TOO_SMALL = {("mask-beyond-64", "bf16"): "forward"}

@@ -9,8 +9,8 @@ import pytest
 
 from ezpz_llm.certify import sample_order
 from ezpz_llm.core.base import UserError
-from ezpz_llm.data import samples
-from ezpz_llm.data.samples import Batches, ReadAhead, ValidationWindows
+from ezpz_llm.training.data import samples
+from ezpz_llm.training.data.samples import Batches, ReadAhead, ValidationWindows
 
 windows, places, micro_batches, batches = (
     samples.sample_windows, samples.draw_streams, Batches.micro_batches, ValidationWindows.batches)

@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 
 from ezpz_llm.certify import thread_ranks
 from ezpz_llm.certify.thread_ranks import RanksError, ThreadMesh, run_ranks
-from ezpz_llm.dist import Degrees
+from ezpz_llm.training.dist import Degrees
 
 
 @pytest.fixture(autouse=True)

@@ -26,12 +26,18 @@ except ImportError as error:
 from ezpz_llm.certify import type_check, type_reduction
 from ezpz_llm.certify.command import main
 from ezpz_llm.core.base import UserError
-from ezpz_llm.engine import fsdp2_engine, gradient_reducer, pipeline_engine, sequence_parallel, torch_engine
-from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit
-from ezpz_llm.layout import ds_config
-from ezpz_llm.layout.layout import read_layout
-from ezpz_llm.model import embedding, gpt, loss, tensor_parallel, tp_collectives
-from ezpz_llm.model.config import get_model_config
+from ezpz_llm.training.engine import (
+    fsdp2_engine,
+    gradient_reducer,
+    pipeline_engine,
+    sequence_parallel,
+    torch_engine,
+)
+from ezpz_llm.training.engine.deepspeed_groups import ModelParallelUnit
+from ezpz_llm.training.layout import ds_config
+from ezpz_llm.training.layout.layout import read_layout
+from ezpz_llm.training.model import embedding, gpt, loss, tensor_parallel, tp_collectives
+from ezpz_llm.training.model.config import get_model_config
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

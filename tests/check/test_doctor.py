@@ -17,7 +17,7 @@ from ezpz_llm.check import doctor, software
 from ezpz_llm.core.base import count_noun
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launcher.basics.devices import Devices
-from ezpz_llm.layout import ops
+from ezpz_llm.training.layout import ops
 
 
 def run_doctor(*words: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
@@ -241,7 +241,7 @@ def test_an_op_is_built_with_progress_and_then_used(cache: Path) -> None:
     assert ops.is_built("cpu_adam")
     again = run_doctor("--build-ops", "cpu_adam")
     assert again.stdout.startswith("cpu_adam is built")
-    load = "from ezpz_llm.engine.deepspeed_import import *; import_deepspeed('cpu'); load_op('cpu_adam'); " \
+    load = "from ezpz_llm.training.engine.deepspeed_import import *; import_deepspeed('cpu'); load_op('cpu_adam'); " \
            "import torch, deepspeed; deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(3))])"
     subprocess.run([sys.executable, "-c", load], timeout=scaled(120), check=True)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ezpz_llm.checkpoint.index import Index, Parameter, Part, Piece, check_model, common
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.engine.optimizer_state import slice_placement
-from ezpz_llm.model.parameters import Placement, size, whole_box
+from ezpz_llm.training.checkpoint.index import Index, Parameter, Part, Piece, check_model, common
+from ezpz_llm.training.engine.optimizer_state import slice_placement
+from ezpz_llm.training.model.parameters import Placement, size, whole_box
 
 
 @st.composite

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.checkpoint import Keep, find, prune
-from ezpz_llm.checkpoint.__main__ import main as checkpoint_main
-from ezpz_llm.checkpoint.manifest import complete_checkpoints, step_of
-from ezpz_llm.checkpoint.retention import candidates
-from ezpz_llm.checkpoint.state import Point, read_state
+from ezpz_llm.checkpoint import main as checkpoint_main
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.trainer import loop
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.checkpoint import Keep, find, prune
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints, step_of
+from ezpz_llm.training.checkpoint.retention import candidates
+from ezpz_llm.training.checkpoint.state import Point, read_state
+from ezpz_llm.training.trainer import loop
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",
@@ -111,7 +111,7 @@ def test_a_rollback_abandons_later_checkpoints(tmp_path: Path, monkeypatch: pyte
     def step(session: object, number: int) -> None:
         if not seen:
             damage(folder(run_dir, 4))
-            from ezpz_llm.trainer.rollback import _roll_back
+            from ezpz_llm.training.trainer.rollback import _roll_back
 
             _roll_back(session, run_dir, "injected")
             seen.append(latest(run_dir))

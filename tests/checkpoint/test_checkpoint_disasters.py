@@ -14,8 +14,10 @@ import pytest
 from forked_ranks import Server, wait_for
 from slowness import scaled
 
-from ezpz_llm.checkpoint import find, reader
-from ezpz_llm.checkpoint.manifest import (
+from ezpz_llm.core.rundir import RunDir, read_lines
+from ezpz_llm.core.rundir.records import read_record
+from ezpz_llm.training.checkpoint import find, reader
+from ezpz_llm.training.checkpoint.manifest import (
     DamagedCheckpointError,
     complete_checkpoints,
     make_record,
@@ -23,8 +25,6 @@ from ezpz_llm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from ezpz_llm.core.rundir import RunDir, read_lines
-from ezpz_llm.core.rundir.records import read_record
 
 RUN = ["--lr", "0.004", "--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32",
        "--ds-config", "zero2", "--precision", "fp32", "--global-batch-size", "8", "--micro-batch-size", "2",
@@ -152,10 +152,10 @@ PICKLED = """
 import json, os, pathlib, pickle, sys
 from types import SimpleNamespace
 import torch
-from ezpz_llm.dist.degrees import Degrees
+from ezpz_llm.training.dist.degrees import Degrees
 from ezpz_llm.checkpoint import load
-from ezpz_llm.checkpoint.manifest import make_record, write_manifest
-from ezpz_llm.engine.optimizer_state import TorchState
+from ezpz_llm.training.checkpoint.manifest import make_record, write_manifest
+from ezpz_llm.training.engine.optimizer_state import TorchState
 
 class Bad:
     def __reduce__(self):

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.checkpoint import Keep, find, prune
-from ezpz_llm.checkpoint.__main__ import main as checkpoint_main
-from ezpz_llm.checkpoint.index import read_index
-from ezpz_llm.checkpoint.manifest import (
+from ezpz_llm.checkpoint import main as checkpoint_main
+from ezpz_llm.core.base.errors import UserError, run_command
+from ezpz_llm.core.base.records import as_plain
+from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.training.checkpoint import Keep, find, prune
+from ezpz_llm.training.checkpoint.index import read_index
+from ezpz_llm.training.checkpoint.manifest import (
     DamagedCheckpointError,
     complete_checkpoints,
     make_record,
@@ -24,12 +27,9 @@ from ezpz_llm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from ezpz_llm.checkpoint.retention import candidates
-from ezpz_llm.checkpoint.state import State, read_state
-from ezpz_llm.core.base.errors import UserError, run_command
-from ezpz_llm.core.base.records import as_plain
-from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.model.config import get_model_config
+from ezpz_llm.training.checkpoint.retention import candidates
+from ezpz_llm.training.checkpoint.state import State, read_state
+from ezpz_llm.training.model.config import get_model_config
 
 
 def write(run_dir: RunDir, step: int, content: str = "abc") -> Path:

@@ -19,17 +19,15 @@ from launch_runs import clean_env, launch
 from slowness import scaled
 from small_tokenizers import mixed_text, trained
 
-from ezpz_llm import generate
-from ezpz_llm.checkpoint import __main__ as checkpoint
-from ezpz_llm.checkpoint.manifest import STATE, make_record, read_json, read_manifest, write_manifest
-from ezpz_llm.checkpoint.retention import find
+from ezpz_llm import checkpoint as checkpoint, evaluate as evaluate, generate
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.evaluate import __main__ as evaluate
 from ezpz_llm.train import main
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.checkpoint.manifest import STATE, make_record, read_json, read_manifest, write_manifest
+from ezpz_llm.training.checkpoint.retention import find
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run
 
 TRAIN = ["--n-layer", "1", "--block-size", "32", "--eval-tokens", "64", "--sample-tokens", "0",
          "--profile", "false", "--micro-batch-size", "2", "--global-batch-size", "4", "--steps", "1",

@@ -15,8 +15,9 @@ import pytest
 from forked_ranks import Job, Server, wait_for
 from places import ROOT
 
-from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import (
+from ezpz_llm.core.rundir import RunDir, read_lines, write_json
+from ezpz_llm.training.checkpoint import find
+from ezpz_llm.training.checkpoint.manifest import (
     STATE,
     complete_checkpoints,
     latest_checkpoint,
@@ -25,7 +26,6 @@ from ezpz_llm.checkpoint.manifest import (
     step_of,
     verify,
 )
-from ezpz_llm.core.rundir import RunDir, read_lines, write_json
 
 RESULT = ROOT / "benchmarks" / "results" / "kills.json"
 MOMENTS = ("training", "saving", "evaluating", "at any time", "publishing")

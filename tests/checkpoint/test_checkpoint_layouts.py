@@ -15,15 +15,15 @@ from forked_ranks import Server
 from places import ROOT
 
 from ezpz_llm import train
-from ezpz_llm.checkpoint.manifest import STATE, complete_checkpoints, read_json
-from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.samples import Batches
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.layout.ops import is_built
-from ezpz_llm.trainer.position import Position, hash_samples
+from ezpz_llm.training.checkpoint.manifest import STATE, complete_checkpoints, read_json
+from ezpz_llm.training.checkpoint.retention import find
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.samples import Batches
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.layout.ops import is_built
+from ezpz_llm.training.trainer.position import Position, hash_samples
 
 RESULT = ROOT / "benchmarks" / "results" / "resume_matrix.json"
 BLOCK = 32

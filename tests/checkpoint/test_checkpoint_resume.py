@@ -17,9 +17,9 @@ import pytest
 from places import HELPERS
 from slowness import scaled
 
-from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_manifest, verify
-from ezpz_llm.layout.ops import is_built
+from ezpz_llm.training.checkpoint import find
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints, read_manifest, verify
+from ezpz_llm.training.layout.ops import is_built
 
 PROGRAM = HELPERS / "checkpoint_ranks.py"
 LAYOUTS = ["ddp", "zero0", "zero1", "zero2", "zero3", "zero3_in_pieces"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ezpz_llm.checkpoint import writer
-from ezpz_llm.checkpoint.saver import CpuMemory, cpu_bytes
-from ezpz_llm.checkpoint.writer import read_shard, write_shard
-from ezpz_llm.engine.optimizer_state import TorchState
+from ezpz_llm.training.checkpoint import writer
+from ezpz_llm.training.checkpoint.saver import CpuMemory, cpu_bytes
+from ezpz_llm.training.checkpoint.writer import read_shard, write_shard
+from ezpz_llm.training.engine.optimizer_state import TorchState
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])]

@@ -11,9 +11,9 @@ import pytest
 from megatron_files import write_megatron
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.tokenizers import GPT2_FINGERPRINT
 from ezpz_llm.train import main
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.tokenizers import GPT2_FINGERPRINT
 
 GPT2_IS_MISSING = "the vocabulary of the gpt2 tokenizer is not on this machine"
 

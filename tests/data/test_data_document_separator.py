@@ -10,9 +10,9 @@ import pytest
 from megatron_files import write_megatron
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.document_separator import SeparatorAdvice, document_separator
-from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.training.data.document_separator import SeparatorAdvice, document_separator
+from ezpz_llm.training.data.prepare import check_corpus, prepare
+from ezpz_llm.training.data.shards import TokenData
 
 ADVICE = SeparatorAdvice("use a tokenizer that has one", "read other text")
 END = 256

@@ -16,12 +16,12 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.manifest import read_manifest, verify
-from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.samples import Batches, ValidationWindows
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.token_width import check_width
-from ezpz_llm.data.tokenize_corpus import entropy
+from ezpz_llm.training.data.manifest import read_manifest, verify
+from ezpz_llm.training.data.prepare import check_corpus, prepare
+from ezpz_llm.training.data.samples import Batches, ValidationWindows
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.data.token_width import check_width
+from ezpz_llm.training.data.tokenize_corpus import entropy
 
 
 @pytest.fixture(autouse=True)
@@ -442,7 +442,7 @@ _NESTED_TUPLES = b")" + b"\x85" * 1_000_000
 def test_meta_pkl_cannot_exhaust_the_process(tmp_path: Path, pickled: bytes, problem: str) -> None:
     """Python's hash of nested tuples overflows the stack, and a large memo index allocates 32 GB."""
     (tmp_path / "meta.pkl").write_bytes(pickled)
-    program = ("from pathlib import Path; from ezpz_llm.data.nanogpt_meta import read_meta; "
+    program = ("from pathlib import Path; from ezpz_llm.training.data.nanogpt_meta import read_meta; "
                "read_meta(Path(), is_raw=True)")
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
                           timeout=scaled(60), check=False)
@@ -456,8 +456,8 @@ def test_ten_billion_tokens_in_a_hundred_shards(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 import numpy as np
-from ezpz_llm.data.samples import Batches
-from ezpz_llm.data.shards import TokenStream
+from ezpz_llm.training.data.samples import Batches
+from ezpz_llm.training.data.shards import TokenStream
 folder, shard = Path(sys.argv[1]), 100_000_000
 paths = [folder / f"{number}.bin" for number in range(100)]
 for path in paths:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.data.folder_files import find_splits, odd_files
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.training.data.folder_files import find_splits, odd_files
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.shards import TokenData
 
 
 @pytest.fixture(autouse=True)

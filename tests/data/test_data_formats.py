@@ -21,18 +21,18 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data import tokenize_corpus
-from ezpz_llm.data.atomic_dir import InterruptedWriteError
-from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.formats import find_format
-from ezpz_llm.data.manifest import read_manifest
-from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.reader import tasks
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenize_corpus import encode_task
-from ezpz_llm.data.tokenizers import CharTokenizer, get_tokenizer
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import check_run
+from ezpz_llm.training.data import tokenize_corpus
+from ezpz_llm.training.data.atomic_dir import InterruptedWriteError
+from ezpz_llm.training.data.corpora import find_corpus
+from ezpz_llm.training.data.formats import find_format
+from ezpz_llm.training.data.manifest import read_manifest
+from ezpz_llm.training.data.prepare import check_corpus, prepare
+from ezpz_llm.training.data.reader import tasks
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.data.tokenize_corpus import encode_task
+from ezpz_llm.training.data.tokenizers import CharTokenizer, get_tokenizer
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import check_run
 
 TEXTS = ["one", "zwei\nzwei", "", "trois é", "四 " * 300]
 BOM = b"\xef\xbb\xbf"
@@ -100,7 +100,7 @@ def test_line_longer_than_the_head_of_a_file(tmp_path: Path) -> None:
 def test_endless_document_does_not_fill_memory(tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("formats", "reader"):
-        monkeypatch.setattr(f"ezpz_llm.data.{module}.LONGEST_LINE", 1 << 20)
+        monkeypatch.setattr(f"ezpz_llm.training.data.{module}.LONGEST_LINE", 1 << 20)
     for name, content, place in (("a.jsonl", b'{"text": "' + b"x" * (9 << 20), "a.jsonl:1"),
                                  ("a.txt", bytes(9 << 20), "a.txt, byte 0"),
                                  ("a.json", b'[{"text": "' + b"x" * (9 << 20), "a.json, item 0")):

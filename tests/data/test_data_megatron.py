@@ -13,13 +13,13 @@ from megatron_files import write_megatron
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data import megatron
-from ezpz_llm.data.document_lookup import find_extracts
-from ezpz_llm.data.manifest import read_manifest, verify
-from ezpz_llm.data.megatron import read_index
-from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.samples import Batches
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.training.data import megatron
+from ezpz_llm.training.data.document_lookup import find_extracts
+from ezpz_llm.training.data.manifest import read_manifest, verify
+from ezpz_llm.training.data.megatron import read_index
+from ezpz_llm.training.data.prepare import check_corpus, prepare
+from ezpz_llm.training.data.samples import Batches
+from ezpz_llm.training.data.shards import TokenData
 
 
 @pytest.fixture(autouse=True)

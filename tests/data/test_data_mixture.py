@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.manifest import verify
-from ezpz_llm.data.mixture import find_mixture
-from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, draw_streams, sample_windows, stream_offsets
-from ezpz_llm.data.shards import BLOCK, Mixture, TokenData, TokenStream, samples_per_block
-from ezpz_llm.data.tokenize_corpus import entropy
+from ezpz_llm.training.data.manifest import verify
+from ezpz_llm.training.data.mixture import find_mixture
+from ezpz_llm.training.data.prepare import check_corpus, prepare
+from ezpz_llm.training.data.samples import (
+    IGNORED,
+    Batches,
+    ValidationWindows,
+    draw_streams,
+    sample_windows,
+    stream_offsets,
+)
+from ezpz_llm.training.data.shards import BLOCK, Mixture, TokenData, TokenStream, samples_per_block
+from ezpz_llm.training.data.tokenize_corpus import entropy
 
 
 @pytest.fixture(autouse=True)

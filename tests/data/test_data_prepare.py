@@ -21,14 +21,14 @@ from places import ROOT
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.atomic_dir import JOURNAL
-from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.manifest import read_manifest, verify
-from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.reader import tasks, texts
-from ezpz_llm.data.shards import ShardWriter, TokenData
-from ezpz_llm.data.tokenize_corpus import entropy
-from ezpz_llm.data.tokenizers import GPT2_FINGERPRINT
+from ezpz_llm.training.data.atomic_dir import JOURNAL
+from ezpz_llm.training.data.corpora import find_corpus
+from ezpz_llm.training.data.manifest import read_manifest, verify
+from ezpz_llm.training.data.prepare import check_corpus, prepare
+from ezpz_llm.training.data.reader import tasks, texts
+from ezpz_llm.training.data.shards import ShardWriter, TokenData
+from ezpz_llm.training.data.tokenize_corpus import entropy
+from ezpz_llm.training.data.tokenizers import GPT2_FINGERPRINT
 
 SHAKESPEARE_SHA = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DATA = [sys.executable, "-m", "ezpz_llm.data"]
@@ -392,7 +392,7 @@ def test_help_is_fast_and_torch_free() -> None:
     assert "--val-fraction" in data("prepare", "--help").stdout
     assert cpu_seconds() - began < scaled(1)
     process = subprocess.run(
-        [sys.executable, "-c", "import sys, ezpz_llm.data.prepare, ezpz_llm.data.samples, ezpz_llm.data.__main__;"
+        [sys.executable, "-c", "import sys, ezpz_llm.training.data.prepare, ezpz_llm.training.data.samples, ezpz_llm.training.data.command;"
          "print([name for name in ('torch', 'deepspeed', 'rich', 'pyarrow', 'datasets') if name in sys.modules])"],
         capture_output=True, text=True, timeout=scaled(60))
     assert process.stdout.strip() == "[]", process.stderr

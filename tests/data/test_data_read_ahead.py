@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ezpz_llm.data.samples import Batches, ReadAhead
-from ezpz_llm.data.shards import TokenStream
+from ezpz_llm.training.data.samples import Batches, ReadAhead
+from ezpz_llm.training.data.shards import TokenStream
 
 STEP = {"block_size": 16, "seed": 3, "global_batch": 24, "micro_batch": 4, "dp_rank": 1, "dp_size": 2}
 

@@ -11,7 +11,7 @@ from launch_runs import cpu_seconds
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.samples import (
+from ezpz_llm.training.data.samples import (
     IGNORED,
     Batches,
     ValidationWindows,
@@ -20,7 +20,7 @@ from ezpz_llm.data.samples import (
     sample_windows,
     windows_per_epoch,
 )
-from ezpz_llm.data.shards import TokenStream
+from ezpz_llm.training.data.shards import TokenStream
 
 
 def stream_of(tokens: np.ndarray, folder: Path, shard_tokens: int) -> TokenStream:

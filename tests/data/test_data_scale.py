@@ -22,21 +22,21 @@ from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.atomic_dir import JOURNAL
-from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.manifest import read_manifest, verify
-from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.reader import tasks
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenize_corpus import encode_task
-from ezpz_llm.data.tokenizers import get_tokenizer
+from ezpz_llm.training.data.atomic_dir import JOURNAL
+from ezpz_llm.training.data.corpora import find_corpus
+from ezpz_llm.training.data.manifest import read_manifest, verify
+from ezpz_llm.training.data.prepare import check_corpus, prepare
+from ezpz_llm.training.data.reader import tasks
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.data.tokenize_corpus import encode_task
+from ezpz_llm.training.data.tokenizers import get_tokenizer
 
 # The command with a journal after each task of 16 kB, so that a small corpus has many save points. It stops when
 # the journal has $HOLD_AT documents.
 HASTY = [sys.executable, "-c", """
 import functools, os, sys, time
 from ezpz_llm.data import tokenize_corpus
-from ezpz_llm.data.__main__ import main
+from ezpz_llm.training.data.command import main
 from ezpz_llm.core.base.errors import run_command
 tokenize_corpus._SECONDS_BETWEEN_SAVES = 0.0
 tokenize_corpus.tasks = functools.partial(tokenize_corpus.tasks, size=1 << 14)

@@ -9,12 +9,12 @@ import pytest
 from small_tokenizers import trained
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.prompts import encode_prompt
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.hf.source import Source
-from ezpz_llm.hf.tokenizer import encodes_special_tokens
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.prompts import encode_prompt
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.hf.source import Source
+from ezpz_llm.training.hf.tokenizer import encodes_special_tokens
+from ezpz_llm.training.model.config import ModelConfig
 
 
 @pytest.fixture(autouse=True)

@@ -17,15 +17,15 @@ from slowness import scaled
 from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data import tokenizer_files
-from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.manifest import read_manifest
-from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.reader import tasks
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenize_corpus import encode_task
-from ezpz_llm.data.tokenizer_files import KINDS, entry_of_file, load
-from ezpz_llm.data.tokenizers import choose_tokenizer, from_entry
+from ezpz_llm.training.data import tokenizer_files
+from ezpz_llm.training.data.corpora import find_corpus
+from ezpz_llm.training.data.manifest import read_manifest
+from ezpz_llm.training.data.prepare import check_corpus, prepare
+from ezpz_llm.training.data.reader import tasks
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.data.tokenize_corpus import encode_task
+from ezpz_llm.training.data.tokenizer_files import KINDS, entry_of_file, load
+from ezpz_llm.training.data.tokenizers import choose_tokenizer, from_entry
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,7 @@ def test_missing_library_is_reported_with_its_extra(tmp_path: Path, family: str)
     (tmp_path / "sentencepiece.py").write_text("raise ImportError('not here')")
     script = ("import importlib.util, sys\nfind = importlib.util.find_spec\n"
               "importlib.util.find_spec = lambda name: None if name == 'tokenizers' else find(name)\n"
-              "from ezpz_llm.core.base.errors import run_command\nfrom ezpz_llm.data.__main__ import main\n"
+              "from ezpz_llm.core.base.errors import run_command\nfrom ezpz_llm.training.data.command import main\n"
               "raise SystemExit(run_command(main))")
     result = subprocess.run([sys.executable, "-c", script, "prepare", "a.txt", "--tokenizer", str(file), "--check"],
                             capture_output=True, text=True, timeout=scaled(60), cwd=tmp_path)

@@ -16,9 +16,9 @@ from msgspec import structs
 from places import vocab_bpe
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.text import find_cut
-from ezpz_llm.data.tokenize_corpus import pack, token_dtype
-from ezpz_llm.data.tokenizers import (
+from ezpz_llm.training.data.text import find_cut
+from ezpz_llm.training.data.tokenize_corpus import pack, token_dtype
+from ezpz_llm.training.data.tokenizers import (
     GPT2_FINGERPRINT,
     GPT2_NAMES,
     GPT2_VOCAB,
@@ -162,7 +162,7 @@ def test_cuts_are_found_in_any_script() -> None:
 
 
 def _space_merging() -> EncodingTokenizer:
-    from ezpz_llm.data.tokenizers import _GPT2_PIECES
+    from ezpz_llm.training.data.tokenizers import _GPT2_PIECES
 
     pairs = ["\n\n", "  ", " \n", "\n ", "\r\n", " a", "ab", "'s", "\t ", "\n\n\n", "  \n"]
     ranks = {bytes([value]): value for value in range(256)}

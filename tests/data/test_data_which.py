@@ -14,11 +14,11 @@ from megatron_files import write_megatron
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.__main__ import main
-from ezpz_llm.data.document_lookup import find_extracts
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.samples import Batches
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.training.data.command import main
+from ezpz_llm.training.data.document_lookup import find_extracts
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.samples import Batches
+from ezpz_llm.training.data.shards import TokenData
 
 T, SEED = 24, 5
 

@@ -28,9 +28,9 @@ from real_tokenizers import (
 from small_tokenizers import mixed_text, own_ids
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenizers import byte_alphabet, choose_tokenizer
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.data.tokenizers import byte_alphabet, choose_tokenizer
 
 pytestmark = pytest.mark.full
 

@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 from slowness import scaled
 from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
-from ezpz_llm import generate
+from ezpz_llm import evaluate as evaluate, generate
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.data.manifest import TokenizerEntry, read_manifest
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.tokenizer_files import copy_files, entry_of_file
-from ezpz_llm.data.tokenizers import (
+from ezpz_llm.training.data.manifest import TokenizerEntry, read_manifest
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.tokenizer_files import copy_files, entry_of_file
+from ezpz_llm.training.data.tokenizers import (
     GPT2_FINGERPRINT,
     CharTokenizer,
     Tokenizer,
@@ -36,14 +36,13 @@ from ezpz_llm.data.tokenizers import (
     read_merges,
     to_entry,
 )
-from ezpz_llm.evaluate import __main__ as evaluate
-from ezpz_llm.hf.config import stored_tensors, to_hf
-from ezpz_llm.hf.source import find_source
-from ezpz_llm.hf.tokenizer import tokenizer_of, write_tokenizer
-from ezpz_llm.hf.weights import export
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import RunPlan, check_run
+from ezpz_llm.training.hf.config import stored_tensors, to_hf
+from ezpz_llm.training.hf.source import find_source
+from ezpz_llm.training.hf.tokenizer import tokenizer_of, write_tokenizer
+from ezpz_llm.training.hf.weights import export
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import RunPlan, check_run
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
 OTHER = "THE QUICK BROWN FOX JUMPS\n" * 60

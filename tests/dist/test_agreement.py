@@ -12,9 +12,9 @@ from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.dist.agreement import run_together
 from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.dist.agreement import run_together
 
 
 def test_exception_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:

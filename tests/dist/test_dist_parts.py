@@ -18,14 +18,20 @@ from torch.distributed import HashStore, TCPStore
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.private_folders import make_private
-from ezpz_llm.dist import device as device_module
-from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, reject_unusable_gpus
-from ezpz_llm.dist.heartbeat import Heartbeat
-from ezpz_llm.dist.mesh import AXES, Degrees
-from ezpz_llm.dist.rendezvous import _publish_name, node_file_store, share_error_without_group
-from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.training.dist import device as device_module
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.device import (
+    choose_device,
+    claim_device,
+    device_identity,
+    device_index,
+    reject_unusable_gpus,
+)
+from ezpz_llm.training.dist.heartbeat import Heartbeat
+from ezpz_llm.training.dist.mesh import AXES, Degrees
+from ezpz_llm.training.dist.rendezvous import _publish_name, node_file_store, share_error_without_group
+from ezpz_llm.training.dist.seeds import seed_for
 
 STREAMS = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(["init", "data", "dropout", "sample"]),
                     st.integers(0, 2**24 - 1))
@@ -74,7 +80,7 @@ def test_seed_out_of_range_is_rejected(stream):
 
 
 def test_seeds_and_heartbeats_need_no_torch():
-    code = "import sys, ezpz_llm.dist.seeds, ezpz_llm.dist.heartbeat, ezpz_llm.dist; print('torch' in sys.modules)"
+    code = "import sys, ezpz_llm.training.dist.seeds, ezpz_llm.training.dist.heartbeat, ezpz_llm.training.dist; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(120), check=True)
     assert done.stdout.strip() == "False"
@@ -207,7 +213,7 @@ def test_ranks_on_one_node_can_repeat_the_file_rendezvous(tmp_path):
 
 
 def test_programs_of_one_run_have_separate_rendezvous(tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_llm.dist.rendezvous._LOCK_WITHIN_S", 0.2)
+    monkeypatch.setattr("ezpz_llm.training.dist.rendezvous._LOCK_WITHIN_S", 0.2)
     info, short = RankInfo(0, 2, 0, 2, 0, "test"), datetime.timedelta(seconds=0.5)
     with make_private(tmp_path / "f") as folder, _publish_name(folder, "store-at-29500"):
         with pytest.raises(UserError, match="another program of this run is starting at the same time"):
@@ -242,12 +248,12 @@ STEPPING = """
 import resource, sys
 from pathlib import Path
 import torch
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.init import decay_groups
-from ezpz_llm.model.gpt import GPT
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import ModelConfig
+from ezpz_llm.training.model.init import decay_groups
+from ezpz_llm.training.model.gpt import GPT
 
 dist = setup(device="cpu", run_dir=Path(sys.argv[1]))
 torch.manual_seed(0)

@@ -19,8 +19,8 @@ from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.dist.setup import setup, warn_if_single_process
 from ezpz_llm.launcher.basics.ranks import find_rank
+from ezpz_llm.training.dist.setup import setup, warn_if_single_process
 
 SCRIPT = str(HELPERS / "dist_ranks.py")
 MPIEXEC = shutil.which("mpiexec") or "mpiexec"
@@ -143,7 +143,7 @@ def test_local_rank_is_exported_as_the_device_index(alone, tmp_path, monkeypatch
     """DeepSpeed reads LOCAL_RANK as the device index. A rank that sees only its own device has index 0."""
     for name, value in (("RANK", "0"), ("SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "1")):
         alone.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    monkeypatch.setattr("ezpz_llm.dist.setup.choose_device", lambda asked, info: torch.device("cuda", 2))
+    monkeypatch.setattr("ezpz_llm.training.dist.setup.choose_device", lambda asked, info: torch.device("cuda", 2))
     with setup(run_dir=tmp_path / "run"):
         assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("2", "2")
     assert (os.environ.get("LOCAL_RANK"), os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == (None, "0")

@@ -13,7 +13,7 @@ from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.dist.optional_work import OptionalWork
+from ezpz_llm.training.dist.optional_work import OptionalWork
 
 
 def test_failed_work_keeps_ranks_in_step_or_ends_the_job(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from places import HELPERS
 from rank_jobs import results_of
 
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.trainer.compile_choice import graph_break_reason
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.trainer.compile_choice import graph_break_reason
 
 SOME = ("fsdp2+recompute", "zero1", "tp2")
 MORE = ("ddp", "ddp+dropout", "ddp+recompute", "fsdp2", "zero0", "zero2", "zero2+recompute", "tp2+recompute",

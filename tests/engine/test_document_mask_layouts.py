@@ -9,7 +9,7 @@ import pytest
 from places import HELPERS
 from rank_jobs import results_of
 
-from ezpz_llm.layout.ops import is_built
+from ezpz_llm.training.layout.ops import is_built
 
 SCRIPT = HELPERS / "document_mask_ranks.py"
 BASIC = ["fp32:olmo2:pp2", "fp32:llama:sp2", "fp32:llama:pp2,pp4", "fp32:qwen3:tp2_zero3"]

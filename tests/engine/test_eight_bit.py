@@ -14,9 +14,9 @@ from places import HELPERS, ROOT
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.layout.optimizers import OPTIMIZERS, Optimizer, OptimizerName, check_optimizer
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.training.layout.optimizers import OPTIMIZERS, Optimizer, OptimizerName, check_optimizer
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.trainer.config import TrainConfig
 
 SCRIPT = HELPERS / "eight_bit_ranks.py"
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")

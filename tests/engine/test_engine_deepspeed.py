@@ -12,10 +12,10 @@ import torch
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.dist.private_names import find
-from ezpz_llm.dist.stubbed_collectives import stubbed_collectives
-from ezpz_llm.engine import optimizer_state
-from ezpz_llm.engine.live_memory import live_storages
+from ezpz_llm.training.dist.private_names import find
+from ezpz_llm.training.dist.stubbed_collectives import stubbed_collectives
+from ezpz_llm.training.engine import optimizer_state
+from ezpz_llm.training.engine.live_memory import live_storages
 
 
 def python(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
@@ -48,9 +48,9 @@ def test_with_intels_bindings_deepspeed_compiles_no_op(tmp_path, accelerator):
     process = python(f"""
 import os, torch, torch.distributed as dist
 os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed prints its choice on import
-from ezpz_llm.engine import optimizer_state
-from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.live_memory import live_storages
+from ezpz_llm.training.engine import optimizer_state
+from ezpz_llm.training.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.training.engine.live_memory import live_storages
 import deepspeed.accelerator.{accelerator}_accelerator as kind
 from deepspeed.accelerator import get_accelerator, set_accelerator
 chosen = kind.{accelerator.upper()}_Accelerator()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from places import HELPERS
 
-from ezpz_llm.layout.ops import is_built
+from ezpz_llm.training.layout.ops import is_built
 
 SCRIPT = HELPERS / "engine_ranks.py"
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3")

@@ -9,18 +9,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.fsdp2_engine import _sum_and_divide
-from ezpz_llm.engine.gradients import norm_and_clip, tensor_norms
-from ezpz_llm.engine.optimizer_state import make_optimizer
-from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.init import decay_groups
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine.base import MicroStepEngine
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.engine.fsdp2_engine import _sum_and_divide
+from ezpz_llm.training.engine.gradients import norm_and_clip, tensor_norms
+from ezpz_llm.training.engine.optimizer_state import make_optimizer
+from ezpz_llm.training.engine.precision import LossScale
+from ezpz_llm.training.engine.torch_engine import TorchEngine
+from ezpz_llm.training.layout.ds_config_blocks import DynamicScale
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.init import decay_groups
 
 ALONE = Mesh(Degrees(1), 0)
 

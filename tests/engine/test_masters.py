@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine import gradients
-from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.memory import memory_per_rank, total
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine import gradients
+from ezpz_llm.training.engine.base import MicroStepEngine
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.engine.live_memory import live_storages, live_tensor_memory
+from ezpz_llm.training.layout.memory import memory_per_rank, total
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
+from ezpz_llm.training.model.parameters import parameter_count
 
 CONFIG = get_model_config("tiny-gpt2", n_layer=2, block_size=32, vocab_size=64, vocab_multiple=32, dropout=0.0)
 MICRO_STEPS = 3

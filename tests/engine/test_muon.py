@@ -12,8 +12,8 @@ from places import TESTS
 from rank_jobs import results_of
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.layout.optimizers.muon import MUON, _orthogonalized
-from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.training.layout.optimizers.muon import MUON, _orthogonalized
+from ezpz_llm.training.layout.resolve import Request, resolve
 
 BOUND = 5e-5
 """Bound on weights relative to the distance that they moved, and on gradient norms.

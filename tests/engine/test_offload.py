@@ -20,17 +20,17 @@ from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine import nvme
-from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout import ops
-from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.ops import is_built, needed_ops
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine import nvme
+from ezpz_llm.training.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.training.layout import ops
+from ezpz_llm.training.layout.layout import Layout, ZeroOptions
+from ezpz_llm.training.layout.ops import is_built, needed_ops
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
 
 SCRIPT = HELPERS / "offload_ranks.py"
 STEPS, HALF = 6, 3

@@ -18,19 +18,19 @@ from hypothesis import given, strategies as st
 from places import HELPERS
 from slowness import scaled
 
-from ezpz_llm import checkpoint
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.layout.value_source import COMMAND_LINE
-from ezpz_llm.model.compile import recompute_blocks
-from ezpz_llm.model.config import MODELS, get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.parameters import parameter_count, placement_of
-from ezpz_llm.model.partition import Weights, balance, part_weights, stage_bounds
-from ezpz_llm.model.pipeline import PipelineStage
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.layout.value_source import COMMAND_LINE
+from ezpz_llm.training.model.compile import recompute_blocks
+from ezpz_llm.training.model.config import MODELS, get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import init_weights
+from ezpz_llm.training.model.parameters import parameter_count, placement_of
+from ezpz_llm.training.model.partition import Weights, balance, part_weights, stage_bounds
+from ezpz_llm.training.model.pipeline import PipelineStage
 
 SCRIPT = HELPERS / "pipeline_ranks.py"
 STEPS, ACCUMULATION = 8, 4

@@ -10,12 +10,12 @@ import torch
 from places import HELPERS
 from rank_jobs import results_of
 
-from ezpz_llm.engine.precision import _BF16_UNITS, native_precision
-from ezpz_llm.layout.memory import memory_per_rank, total
-from ezpz_llm.layout.precision_recipes import GradientDtype, GradientDtypes
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.parameters import parameter_count, parameter_shapes
+from ezpz_llm.training.engine.precision import _BF16_UNITS, native_precision
+from ezpz_llm.training.layout.memory import memory_per_rank, total
+from ezpz_llm.training.layout.precision_recipes import GradientDtype, GradientDtypes
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.parameters import parameter_count, parameter_shapes
 
 LAYOUTS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "ddp,tp2", "tp2_zero3", "sp2")
 CONFIG = get_model_config("tiny-gpt2", n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ezpz_llm.data.samples import IGNORED
-from ezpz_llm.engine.sequence_parallel import _shared
+from ezpz_llm.training.data.samples import IGNORED
+from ezpz_llm.training.engine.sequence_parallel import _shared
 
 BATCH, LENGTH = 2, 8
 

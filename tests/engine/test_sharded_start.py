@@ -11,10 +11,10 @@ from places import HELPERS
 from rank_jobs import possible, results_of
 from start_ranks import SHAPES
 
-from ezpz_llm.engine.sharded_start import first_element
-from ezpz_llm.layout.ops import is_built
-from ezpz_llm.model.config import BLOCK
-from ezpz_llm.model.parameters import count
+from ezpz_llm.training.engine.sharded_start import first_element
+from ezpz_llm.training.layout.ops import is_built
+from ezpz_llm.training.model.config import BLOCK
+from ezpz_llm.training.model.parameters import count
 
 SCRIPT = HELPERS / "start_ranks.py"
 SHARDED = ("zero3", "fsdp2", "tiled")

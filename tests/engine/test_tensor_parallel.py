@@ -10,9 +10,9 @@ from places import HELPERS
 from rank_jobs import results_of
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.tensor_parallel import apply
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.tensor_parallel import apply
 
 SCRIPT = HELPERS / "tensor_parallel_ranks.py"
 LAYOUTS = ("ddp", "tp2", "tp2_zero1", "tp2_zero3")

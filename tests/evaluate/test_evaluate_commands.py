@@ -21,18 +21,18 @@ import torch
 from megatron_files import write_megatron
 from slowness import scaled
 
-from ezpz_llm.checkpoint import __main__ as checkpoint
+from ezpz_llm import checkpoint as checkpoint
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.evaluate import command as evaluate, generation as generate
-from ezpz_llm.evaluate.model import add_arguments, plan_model
-from ezpz_llm.hf.source import find_source
-from ezpz_llm.hf.weights import open_weights
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import load_values
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.evaluate import command as evaluate, generation as generate
+from ezpz_llm.training.evaluate.model import add_arguments, plan_model
+from ezpz_llm.training.hf.source import find_source
+from ezpz_llm.training.hf.weights import open_weights
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import load_values
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
 SMALL = ["--eval-tokens", "2048", "--log-every", "5", "--precision", "fp32", "--profile", "false"]
@@ -218,7 +218,7 @@ def test_two_tensor_parallel_ranks_measure_and_draw_the_same(trained: Path, expo
 
 
 def test_a_text_ends_at_its_end_of_text_token() -> None:
-    from ezpz_llm.data.tokenizers import get_tokenizer
+    from ezpz_llm.training.data.tokenizers import get_tokenizer
 
     tokenizer = get_tokenizer("bytes")
     assert generate._text(tokenizer, [*b"ab", 256, *b"cd", 256, 70], prompt_length=3) == tokenizer.decode(
@@ -262,7 +262,7 @@ def test_verify_reports_damaged_checkpoints_and_continues(trained: Path, tmp_pat
     stored["parameters"]["transformer.wte.weight"]["pieces"][0]["stop"] -= 1
     index.write_text(json.dumps(stored))
     manifest = json.loads((folders[1] / "manifest.json").read_text())
-    from ezpz_llm.checkpoint.manifest import hash_file
+    from ezpz_llm.training.checkpoint.manifest import hash_file
 
     manifest["files"]["index.json"] = {"size": index.stat().st_size, "sha256": hash_file(index)}
     (folders[1] / "manifest.json").write_text(json.dumps(manifest))
@@ -322,7 +322,7 @@ def test_commands_find_mistakes_without_torch(words: list[str], message: str, tr
                                               exported: Path) -> None:
     places = {"RUN": str(trained / "at-run"), "HF": str(exported)}
     module, *rest = [places.get(word, word) for word in words]
-    name = "ezpz_llm.evaluate.__main__" if module == "evaluate" else f"ezpz_llm.{module}"
+    name = "ezpz_llm.evaluate" if module == "evaluate" else f"ezpz_llm.{module}"
     code = (f"import sys; from ezpz_llm.core.base.errors import run_command; from {name} import main\n"
             f"code = run_command(lambda argv: main({[*rest, '--check', '--world-size', '2']!r}))\n"
             "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules); raise SystemExit(code)")

@@ -14,15 +14,15 @@ from places import ROOT, vocab_bpe
 from small_tokenizers import FAMILIES, WORDS, own_ids, trained
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.prompts import encode_prompt
-from ezpz_llm.data.tokenizer_files import copy_files, load
-from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2
-from ezpz_llm.dist.mesh import Degrees, Mesh
-from ezpz_llm.evaluate.generation import _text
-from ezpz_llm.evaluate.hellaswag import Item, Score, _batch, _item_batches, _rows, read_items, score
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
+from ezpz_llm.training.data.prompts import encode_prompt
+from ezpz_llm.training.data.tokenizer_files import copy_files, load
+from ezpz_llm.training.data.tokenizers import get_tokenizer, install_gpt2
+from ezpz_llm.training.dist.mesh import Degrees, Mesh
+from ezpz_llm.training.evaluate.generation import _text
+from ezpz_llm.training.evaluate.hellaswag import Item, Score, _batch, _item_batches, _rows, read_items, score
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import init_weights
 
 CPU = torch.device("cpu")
 BYTES = get_tokenizer("bytes")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.evaluate.validation import sample
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
+from ezpz_llm.training.evaluate.validation import sample
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import init_weights
 
 CONFIG = get_model_config("tiny-gpt2", n_layer=2, block_size=16, dropout=0.2)
 

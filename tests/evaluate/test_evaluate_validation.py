@@ -13,12 +13,12 @@ import torch
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.samples import ValidationWindows
-from ezpz_llm.data.shards import TokenStream
-from ezpz_llm.dist.mesh import Degrees, Mesh
-from ezpz_llm.evaluate.validation import validation_loss
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
+from ezpz_llm.training.data.samples import ValidationWindows
+from ezpz_llm.training.data.shards import TokenStream
+from ezpz_llm.training.dist.mesh import Degrees, Mesh
+from ezpz_llm.training.evaluate.validation import validation_loss
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
 
 CPU = torch.device("cpu")
 ALONE = Mesh(Degrees(1), 0)

@@ -18,10 +18,10 @@ from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.split import slow_link, split_traces
 from ezpz_llm.explain.trainer_run import Settings, TrainerRun
 from ezpz_llm.explain.without_collectives import main
-from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.observe.plots import bars_plot
+from ezpz_llm.training.layout.batch import Batch
+from ezpz_llm.training.layout.layout import Layout, ZeroOptions
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.observe.plots import bars_plot
 
 
 def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",

@@ -22,7 +22,7 @@ from ezpz_llm.explain.command import main
 from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.explain.page import explain_page
-from ezpz_llm.observe.tables import Table
+from ezpz_llm.training.observe.tables import Table
 
 LAYOUT = {"name": "zero1", "engine": "deepspeed", "zero_stage": 1}
 BATCH = {"global_batch": 16, "micro_batch": 4, "accumulation": 1, "dp_size": 4}

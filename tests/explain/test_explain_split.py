@@ -13,8 +13,8 @@ from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.explain.events import kind_of
 from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
 from ezpz_llm.explain.tables import collectives_table
-from ezpz_llm.observe.tables import table_text
-from ezpz_llm.observe.traffic import call_traffic
+from ezpz_llm.training.observe.tables import table_text
+from ezpz_llm.training.observe.traffic import call_traffic
 
 
 def split_of(*traces):

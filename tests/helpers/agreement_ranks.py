@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ezpz_llm.core.base import UserError, run_command
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather, run_together
-from ezpz_llm.dist.setup import setup
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import all_gather, run_together
+from ezpz_llm.training.dist.setup import setup
 
 
 def fail_on_rank_1(dist: Dist) -> int:

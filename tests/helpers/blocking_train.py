@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ezpz_llm.core.base.errors import run_command
-from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.train import main
+from ezpz_llm.training.engine.torch_engine import TorchEngine
 
 
 def block(*args: Any) -> None:

@@ -16,8 +16,8 @@ import torch
 from engine_ranks import CONFIGS, make_engine
 from rank_jobs import sequences
 
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.model.parameters import block_matrix_count
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.model.parameters import block_matrix_count
 
 _TOKENS = 23
 """Sequence length, different from every size in the model, so that no activation has the shape of a matrix."""

@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 import torch.distributed as torch_dist
 
-from ezpz_llm import checkpoint
-from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist.setup import Dist, setup
-from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.training.dist.setup import Dist, setup
+from ezpz_llm.training.engine.base import MicroStepEngine
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
 
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3")
 PAIRS = (("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero3"), ("zero3", "zero2"), ("zero2", "zero0"),

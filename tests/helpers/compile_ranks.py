@@ -16,12 +16,12 @@ import torch
 from rank_jobs import sequences, take_runs
 from torch import nn
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.compile import compile_blocks, recompute_blocks
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.init import decay_groups
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.compile import compile_blocks, recompute_blocks
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.init import decay_groups
 
 LAYERS, LENGTH, ACCUMULATION = 4, 32, 2
 

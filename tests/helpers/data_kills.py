@@ -19,10 +19,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ezpz_llm.data import tokenize_corpus
-from ezpz_llm.data.atomic_dir import JOURNAL
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.reader import tasks
+from ezpz_llm.training.data import tokenize_corpus
+from ezpz_llm.training.data.atomic_dir import JOURNAL
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.reader import tasks
 
 OPERATIONS = ("fsync", "truncate", "replace", "rename", "unlink")
 

@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 
 from places import ROOT
 
-TABLE = ROOT / "ezpz_llm/layout/deepspeed_keys.json"
+TABLE = ROOT / "ezpz_llm/training/layout/deepspeed_keys.json"
 
 ELSEWHERE = {
     # deepspeed.initialize makes a mesh from these before it reads the rest.

@@ -17,9 +17,9 @@ from ezpz_llm.core.base.errors import run_command
 
 
 def main(argv: list[str]) -> int:
-    from ezpz_llm.dist.agreement import all_gather_number
-    from ezpz_llm.dist.setup import setup
     from ezpz_llm.launcher.basics.ranks import find_rank
+    from ezpz_llm.training.dist.agreement import all_gather_number
+    from ezpz_llm.training.dist.setup import setup
 
     wanted = json.loads(argv[0])
     own = wanted.pop("device_of_rank", {}).get(str(find_rank(os.environ).rank))

@@ -31,18 +31,18 @@ from tensor_parallel_ranks import (
 )
 from torch import Tensor, nn
 
-from ezpz_llm import checkpoint
 from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, GradientDtypes
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.init import decay_groups
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.precision_recipes import FP32_GRADIENTS, GradientDtypes
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.init import decay_groups
 
 # In "odd", only the width is divisible by 2 or 4 ranks or tiles; rows and columns are not.
 SHAPES = {**CONFIGS, "odd": get_model_config("tiny-llama", n_layer=2, n_head=2, n_kv_head=1, n_embd=20,

@@ -19,16 +19,16 @@ from unittest import mock
 import torch
 from tensor_parallel_ranks import ACCUMULATION, BLOCK, CLIP, GLOBAL_BATCH, VOCABULARY, train
 
-from ezpz_llm import checkpoint
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.optimizers import OPTIMIZERS
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.init import decay_groups
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.optimizers import OPTIMIZERS
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.init import decay_groups
 
 # Large enough that half of a matrix is still quantized.
 CONFIG = get_model_config("tiny-gpt2", n_layer=2, n_embd=64, block_size=BLOCK, vocab_size=VOCABULARY)

@@ -21,18 +21,18 @@ import torch
 from rank_jobs import sequences
 
 from ezpz_llm.core.base.package_data import data_dir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine import build
-from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
-from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine import build
+from ezpz_llm.training.engine.base import MicroStepEngine
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.engine.deepspeed_engine import DeepSpeedEngine
+from ezpz_llm.training.engine.torch_engine import TorchEngine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP = 20, 8, 2, 0.5
 BLOCK = 32

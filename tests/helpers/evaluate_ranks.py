@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from ezpz_llm import checkpoint
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.data.tokenizers import get_tokenizer, to_entry
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.evaluate.generation import generate
-from ezpz_llm.evaluate.hellaswag import read_items, score
-from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
-from ezpz_llm.evaluate.validation import sample, validation_loss
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.data.tokenizers import get_tokenizer, to_entry
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.evaluate.generation import generate
+from ezpz_llm.training.evaluate.hellaswag import read_items, score
+from ezpz_llm.training.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
+from ezpz_llm.training.evaluate.validation import sample, validation_loss
 
 BLOCK, MICRO_BATCH, SEQUENCES = 64, 2, 10
 PROMPT = (72, 101, 108, 108, 111)

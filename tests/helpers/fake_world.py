@@ -19,13 +19,13 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.engine.collectives import CollectiveMode
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.init import decay_groups
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.engine.collectives import CollectiveMode
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.init import decay_groups
 
 CPU = torch.device("cpu")
 MODEL = get_model_config("tiny-llama", n_layer=4, n_head=8, n_kv_head=8, n_embd=64, block_size=64, vocab_size=256)

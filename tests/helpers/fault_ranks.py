@@ -28,8 +28,8 @@ def load_batch() -> None:
 def hang() -> None:
     import torch
 
-    from ezpz_llm.dist.heartbeat import Heartbeat
-    from ezpz_llm.dist.setup import setup
+    from ezpz_llm.training.dist.heartbeat import Heartbeat
+    from ezpz_llm.training.dist.setup import setup
 
     with setup(device="cpu") as ranks:
         heartbeat = Heartbeat(os.environ)

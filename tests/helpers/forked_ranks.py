@@ -135,10 +135,10 @@ def wait_for(condition: Callable[[], object], job: Job, timeout_s: float = 120) 
 
 def _serve() -> None:
     """Serve requests from standard input: fork a rank, or return its exit code. Finally kill remaining ranks."""
-    from ezpz_llm.engine.deepspeed_import import import_deepspeed
+    from ezpz_llm.training.engine.deepspeed_import import import_deepspeed
 
     import_deepspeed("cpu")
-    importlib.import_module("ezpz_llm.trainer.run")
+    importlib.import_module("ezpz_llm.training.trainer.run")
     running: set[int] = set()
     for line in sys.stdin:
         question = json.loads(line)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import gather
-from ezpz_llm.dist.setup import setup
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import gather
+from ezpz_llm.training.dist.setup import setup
 
 ARRANGEMENTS = ({"tp": 2}, {"pp": 2}, {}, {"tp": 2}, {"pp": 4}, {"pp": 2})
 

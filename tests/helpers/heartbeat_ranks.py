@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, append_line
 from ezpz_llm.core.rundir.records import update_record
-from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.launcher.basics.variables import RANK_VARIABLE, TRAINING
+from ezpz_llm.training.dist.heartbeat import Heartbeat
 
 steps, step_s, code = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 rank, run_dir = int(os.environ[RANK_VARIABLE]), RunDir(Path(os.environ[RUN_DIR_VARIABLE]))

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from rank_jobs import sequences, take_runs
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.private_names import TorchDispatchMode
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.init import decay_groups
-from ezpz_llm.model.loss import configure_head
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.private_names import TorchDispatchMode
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.init import decay_groups
+from ezpz_llm.training.model.loss import configure_head
 
 aten = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default)

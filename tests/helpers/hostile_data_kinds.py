@@ -17,8 +17,8 @@ from megatron_files import write_megatron
 
 @kind
 def megatron(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.prepare import check_corpus, prepare
-    from ezpz_llm.data.shards import TokenData
+    from ezpz_llm.training.data.prepare import check_corpus, prepare
+    from ezpz_llm.training.data.shards import TokenData
 
     sequences = [np.arange(rng.randrange(1, 9)) for _ in range(6)]
     prefix = write_megatron(folder / "a", sequences, rng.choice(["uint8", "uint16", "int32", "int64"]))
@@ -35,8 +35,8 @@ def megatron(rng: Random, folder: Path) -> object:
 @kind
 def npyshards(rng: Random, folder: Path) -> object:
     """Read .npy shards of build-nanogpt and nanoGPT with a damaged header, which numpy parses."""
-    from ezpz_llm.data.prepare import prepare
-    from ezpz_llm.data.shards import TokenData
+    from ezpz_llm.training.data.prepare import prepare
+    from ezpz_llm.training.data.shards import TokenData
 
     bad = rng.choice(["train", "val"])
     for name in ("train", "val"):
@@ -61,10 +61,10 @@ _PATHS = ["", "\0", ".", "..", "/", "/dev/zero", "/proc/self/mem", "/proc/self/e
 def writtenby(rng: Random, folder: Path) -> object:
     """Read a manifest of another program's shards whose paths point anywhere."""
     from ezpz_llm.core.base.records import as_plain
-    from ezpz_llm.data.document_lookup import find_extracts
-    from ezpz_llm.data.manifest import sampled_hash, verify
-    from ezpz_llm.data.shards import TokenData
-    from ezpz_llm.data.tokenizers import get_tokenizer, to_entry
+    from ezpz_llm.training.data.document_lookup import find_extracts
+    from ezpz_llm.training.data.manifest import sampled_hash, verify
+    from ezpz_llm.training.data.shards import TokenData
+    from ezpz_llm.training.data.tokenizers import get_tokenizer, to_entry
 
     prefix = write_megatron(folder / "tokens", [np.arange(20) for _ in range(10)], "uint16")
     tokens = prefix.with_suffix(".bin")
@@ -113,8 +113,8 @@ def _table() -> str:
 
 @kind
 def tokenizer(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.prepare import prepare
-    from ezpz_llm.data.tokenizers import choose_tokenizer
+    from ezpz_llm.training.data.prepare import prepare
+    from ezpz_llm.training.data.tokenizers import choose_tokenizer
 
     config = {"eos_token": {"content": "<|endoftext|>"}, "tokenizer_class": "PreTrainedTokenizerFast"}
     bad = rng.choice(["table", "table", "table", "config"])

@@ -17,11 +17,11 @@ from typing import Any
 
 import hostile_mutations as mutate
 
-from ezpz_llm.checkpoint.manifest import FileRecord, make_record
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.trainer import options
+from ezpz_llm.training.checkpoint.manifest import FileRecord, make_record
+from ezpz_llm.training.trainer import options
 
 Read = Callable[[Random, Path], object]
 KINDS: dict[str, Read] = {}
@@ -235,7 +235,7 @@ def board(rng: Random, folder: Path) -> object:
 
 @kind
 def ds(rng: Random, folder: Path) -> object:
-    from ezpz_llm.layout.resolve import Request, resolve
+    from ezpz_llm.training.layout.resolve import Request, resolve
 
     whole = rng.choice(sorted(data_dir("ds_configs").glob("*.json"))).read_text()
     if rng.random() < 0.6:
@@ -268,11 +268,11 @@ def failuretexts(rng: Random, folder: Path) -> object:
 @kind
 def foreignrun(rng: Random, folder: Path) -> object:
     """Read another user's run directory, in which any file may be hostile or special, with every command."""
-    from ezpz_llm.checkpoint.__main__ import main as checkpoint
+    from ezpz_llm.checkpoint import main as checkpoint
     from ezpz_llm.explain.command import main as explain
     from ezpz_llm.launcher.diagnosis.status import read_status
     from ezpz_llm.launcher.submit.state import find_state
-    from ezpz_llm.report.__main__ import main as report
+    from ezpz_llm.training.report.command import main as report
     from ezpz_llm.watch import main as watch
     from ezpz_llm.why import main as why
 
@@ -313,7 +313,7 @@ def foreignrun(rng: Random, folder: Path) -> object:
 
 @kind
 def hellaswag(rng: Random, folder: Path) -> object:
-    from ezpz_llm.evaluate.hellaswag import read_items
+    from ezpz_llm.training.evaluate.hellaswag import read_items
 
     content = mutate.lines(rng, [{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}] * 3)
     if rng.random() < 0.4:
@@ -327,9 +327,9 @@ def hellaswag(rng: Random, folder: Path) -> object:
 
 @kind
 def hfconfig(rng: Random, folder: Path) -> object:
-    from ezpz_llm.hf.config import to_hf
-    from ezpz_llm.hf.source import find_source
-    from ezpz_llm.model.config import MODELS
+    from ezpz_llm.training.hf.config import to_hf
+    from ezpz_llm.training.hf.source import find_source
+    from ezpz_llm.training.model.config import MODELS
 
     whole = to_hf(MODELS[rng.choice(["gpt2-124m", "llama3-1b", "tiny-llama"])])
     written(folder, "config.json", mutate.json_data(rng, whole))
@@ -418,9 +418,9 @@ def _described(path: Path) -> FileRecord:
 
 @kind
 def manifest(rng: Random, folder: Path) -> object:
-    from ezpz_llm.checkpoint.index import read_index
-    from ezpz_llm.checkpoint.manifest import read_manifest, verify
-    from ezpz_llm.checkpoint.state import read_state
+    from ezpz_llm.training.checkpoint.index import read_index
+    from ezpz_llm.training.checkpoint.manifest import read_manifest, verify
+    from ezpz_llm.training.checkpoint.state import read_state
 
     checkpoint = folder / "step-3"
     index = {
@@ -455,7 +455,7 @@ def manifest(rng: Random, folder: Path) -> object:
 
 @kind
 def metajunk(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.nanogpt_meta import read_meta
+    from ezpz_llm.training.data.nanogpt_meta import read_meta
 
     declared = {"dtype": mutate.value(rng, "uint32")} if rng.random() < 0.5 else {}
     content = pickle.dumps({"itos": mutate.value(rng, {0: "a", 1: "b"}), "stoi": {}, **declared})
@@ -530,8 +530,8 @@ def pbs(rng: Random, folder: Path) -> object:
 
 @kind
 def preprec(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.corpora import find_corpus
-    from ezpz_llm.data.reader import tasks, texts
+    from ezpz_llm.training.data.corpora import find_corpus
+    from ezpz_llm.training.data.reader import tasks, texts
 
     documents = [{"text": "some words", "id": 1}, {"text": "more of them"}, {"text": "é"}]
     if rng.random() < 0.3:
@@ -544,8 +544,8 @@ def preprec(rng: Random, folder: Path) -> object:
 
 @kind
 def presets_corpus(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.corpora import find_corpus
-    from ezpz_llm.data.mixture import find_mixture
+    from ezpz_llm.training.data.corpora import find_corpus
+    from ezpz_llm.training.data.mixture import find_mixture
 
     words = mutate.words(rng, [rng.choice(["stdlib=0.7,shakespeare=0.3", "a=1,b=2", "x.txt"])])
     return [
@@ -602,7 +602,7 @@ def rankenv(rng: Random, folder: Path) -> object:
 
 @kind
 def report(rng: Random, folder: Path) -> object:
-    from ezpz_llm.report.__main__ import main
+    from ezpz_llm.training.report.command import main
 
     run_dir = _run(rng, folder, {"run.json": RECORD, "metrics.jsonl": ROWS, "layout.json": LAYOUT})
     return main(
@@ -637,7 +637,7 @@ def scalecli(rng: Random, folder: Path) -> object:
 
 @kind
 def shards(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.shards import TokenData
+    from ezpz_llm.training.data.shards import TokenData
 
     split = {"tokens": 8, "shards": [{"file": "train_000000.bin", "tokens": 8, "sha256": "0" * 64}]}
     whole = {
@@ -740,8 +740,8 @@ def trace(rng: Random, folder: Path) -> object:
 
 @kind
 def traincli(rng: Random, folder: Path) -> object:
-    from ezpz_llm.trainer.options import parse
-    from ezpz_llm.trainer.plan import plan_run
+    from ezpz_llm.training.trainer.options import parse
+    from ezpz_llm.training.trainer.plan import plan_run
 
     words = [
         "--model",
@@ -788,7 +788,7 @@ def why(rng: Random, folder: Path) -> object:
 
 @kind
 def yaml(rng: Random, folder: Path) -> object:
-    from ezpz_llm.trainer.options import parse
+    from ezpz_llm.training.trainer.options import parse
 
     content = mutate.data(
         rng, "steps: 20\nlr: 1e-3\nmodel: tiny-gpt2\nprompt: 'a: b'\ncompile: false\nn_layer: 2\n"

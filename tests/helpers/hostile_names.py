@@ -28,7 +28,7 @@ def hostnames(rng: Random, folder: Path) -> object:
 @kind
 def synonyms(rng: Random, folder: Path) -> object:
     from ezpz_llm.core.base.synonyms import rows
-    from ezpz_llm.trainer.options import parse
+    from ezpz_llm.training.trainer.options import parse
 
     option = rng.choice(rows()).option
     if rng.random() < 0.5:
@@ -39,8 +39,8 @@ def synonyms(rng: Random, folder: Path) -> object:
 
 @kind
 def mixture(rng: Random, folder: Path) -> object:
-    from ezpz_llm.data.corpora import find_corpus
-    from ezpz_llm.data.mixture import find_mixture
+    from ezpz_llm.training.data.corpora import find_corpus
+    from ezpz_llm.training.data.mixture import find_mixture
 
     for name in ("a.txt", "b,c.txt", "d=e.txt"):
         written(folder, name, b"some text\n" * 9)
@@ -53,7 +53,7 @@ def mixture(rng: Random, folder: Path) -> object:
 @kind
 def tokenfiles(rng: Random, folder: Path) -> object:
     """Read nanoGPT's folder with tokens of any width and byte order, or with another program's file in it."""
-    from ezpz_llm.data.prepare import check_corpus
+    from ezpz_llm.training.data.prepare import check_corpus
 
     heads = [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", b"\x88\xd8\x34\x01", b"LITPKDS",
              b"MMIDIDX\0\0", b"PK\x03\x04", b"\x80\x04", b"\x1f\x8b", b"\x93NUMPY", b"ARROW1\0\0", b""]
@@ -71,11 +71,11 @@ def weights(rng: Random, folder: Path) -> object:
     import torch
     from safetensors.torch import save
 
-    from ezpz_llm.hf.config import stored_tensors, to_hf
-    from ezpz_llm.hf.source import find_source
-    from ezpz_llm.hf.weights import open_weights
-    from ezpz_llm.model.config import get_model_config
-    from ezpz_llm.model.parameters import parameter_shapes, whole_box
+    from ezpz_llm.training.hf.config import stored_tensors, to_hf
+    from ezpz_llm.training.hf.source import find_source
+    from ezpz_llm.training.hf.weights import open_weights
+    from ezpz_llm.training.model.config import get_model_config
+    from ezpz_llm.training.model.parameters import parameter_shapes, whole_box
 
     model = get_model_config("tiny-llama", n_layer=1, n_head=2, n_kv_head=1, n_embd=8, vocab_size=20, block_size=8,
                              intermediate_size=12)

@@ -16,10 +16,10 @@ MODULES = {
     "no package": "import a_package_that_nobody_has",
     "any name": "class Any:\n    def __getattr__(self, name): return name\nPLUGIN = Any()",
     "no attributes": "class Any:\n    def __getattr__(self, name): raise SystemExit(7)\nPLUGIN = Any()",
-    "adamw": "from ezpz_llm.layout.optimizers import Optimizer\n"
+    "adamw": "from ezpz_llm.training.layout.optimizers import Optimizer\n"
              "class Mine(Optimizer):\n    def build(self, groups, settings, fused): pass\n"
              "PLUGIN = Mine('adamw', 'mine', {'exp_avg': 4})",
-    "no name": "from ezpz_llm.layout.optimizers import Optimizer\n"
+    "no name": "from ezpz_llm.training.layout.optimizers import Optimizer\n"
                "class Mine(Optimizer):\n    def build(self, groups, settings, fused): pass\n"
                "PLUGIN = Mine(['adamw'], 'mine', {})",
     "slurm": "from ezpz_llm.launcher.jobs.schedulers.scheduler import Scheduler\n"
@@ -27,7 +27,7 @@ MODULES = {
              "    def detect(self, env): return None\nPLUGIN = Mine()",
     "base exception": "class Odd(BaseException): pass\nraise Odd('gone')",
     "message": "class Odd(Exception):\n    def __str__(self): raise SystemExit(0)\nraise Odd",
-    "state": "from ezpz_llm.layout.optimizers import Optimizer\n"
+    "state": "from ezpz_llm.training.layout.optimizers import Optimizer\n"
              "class Mine(Optimizer):\n    def build(self, groups, settings, fused): pass\n"
              "PLUGIN = Mine('mine', 'mine', 4)",
     "every": "from ezpz_llm import Callback\nclass PLUGIN(Callback):\n    evaluate_every = 'x'",

@@ -151,9 +151,9 @@ _ARGUMENTS = {"on_step_begin": 1, "on_step_end": 1, "on_log": 2, "on_evaluate": 
 def callback(rng: Random, folder: Path) -> object:
     """Register a callback of another package, and call its hooks."""
     from ezpz_llm import Callback
-    from ezpz_llm.dist.optional_work import OptionalWork
-    from ezpz_llm.trainer.callbacks.callback import CallbackContext
-    from ezpz_llm.trainer.callbacks.callback_runner import Callbacks
+    from ezpz_llm.training.dist.optional_work import OptionalWork
+    from ezpz_llm.training.trainer.callbacks.callback import CallbackContext
+    from ezpz_llm.training.trainer.callbacks.callback_runner import Callbacks
 
     def act(*arguments: Any) -> Any:
         """Misbehave in one of many ways; `arguments` begin with the callback."""
@@ -210,8 +210,8 @@ def plugin(rng: Random, folder: Path) -> object:
     """Load the entry points of a damaged package, or an invalid plug-in."""
     from ezpz_llm.launcher.jobs.schedulers import schedulers
     from ezpz_llm.launcher.planning.dialects import dialects
-    from ezpz_llm.layout.optimizers import _all_optimizers
-    from ezpz_llm.trainer.callbacks.installed_callbacks import installed_callbacks
+    from ezpz_llm.training.layout.optimizers import _all_optimizers
+    from ezpz_llm.training.trainer.callbacks.installed_callbacks import installed_callbacks
 
     group = rng.choice(GROUPS)
     metadata = "Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n"

@@ -20,7 +20,7 @@ from ezpz_llm.explain.events import subtract, total, union
 from ezpz_llm.explain.split import PAIRED, assign_exposed_time, find_waits
 from ezpz_llm.explain.trace import RankTrace, read_trace
 from ezpz_llm.explain.trainer_run import read_trainer_run
-from ezpz_llm.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
+from ezpz_llm.training.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
 
 _SCALAR = 8
 """Bytes of a single number."""

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from unusual_models import UNUSUAL
 
 import ezpz_llm
-from ezpz_llm.checkpoint.index import read_index
-from ezpz_llm.checkpoint.reader import fill
-from ezpz_llm.model.parameters import whole_box
+from ezpz_llm.training.checkpoint.index import read_index
+from ezpz_llm.training.checkpoint.reader import fill
+from ezpz_llm.training.model.parameters import whole_box
 
 TRAININGS = {**USUAL, **UNUSUAL}
 STEPS, ACCUMULATION, BATCH, CLIP = 6, 2, 4, 0.5

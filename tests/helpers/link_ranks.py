@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ezpz_llm.dist.links import measure_links
-from ezpz_llm.dist.setup import setup
+from ezpz_llm.training.dist.links import measure_links
+from ezpz_llm.training.dist.setup import setup
 
 if __name__ == "__main__":
     with setup(device="cpu", run_dir=Path(sys.argv[1])) as dist:

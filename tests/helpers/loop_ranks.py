@@ -23,9 +23,9 @@ from training_loops import PLAN, PlainSession, RankSession
 from unusual_loops import LOOPS
 
 import ezpz_llm
-from ezpz_llm.dist.agreement import all_gather, broadcast
-from ezpz_llm.engine.gradient_reducer import GradientReducer
-from ezpz_llm.model.parameters import size
+from ezpz_llm.training.dist.agreement import all_gather, broadcast
+from ezpz_llm.training.engine.gradient_reducer import GradientReducer
+from ezpz_llm.training.model.parameters import size
 
 LIMIT_S = 20
 """Usual time limit of a loop, which takes less than 2 s."""

@@ -18,18 +18,18 @@ from rank_jobs import sequences, take_runs
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ezpz_llm import checkpoint
-from ezpz_llm.checkpoint.index import read_index
-from ezpz_llm.checkpoint.reader import fill
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Dist
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
-from ezpz_llm.model.parameters import whole_box
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.checkpoint.index import read_index
+from ezpz_llm.training.checkpoint.reader import fill
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
+from ezpz_llm.training.model.parameters import whole_box
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, DECAY, SEED = 6, 24, 2, 0.5, 32, 0.1, 1337
 # Widths that partitions over ranks do not divide into whole rows.

@@ -16,9 +16,9 @@ from divided_ranks import make_engine, small_thresholds
 from rank_jobs import sequences, take_runs
 from tensor_parallel_ranks import everyone
 
-from ezpz_llm.dist import Dist, Mesh
-from ezpz_llm.engine.collectives import MOVE_NOTHING, CollectiveMode, group_ranks, issued
-from ezpz_llm.model.config import get_model_config
+from ezpz_llm.training.dist import Dist, Mesh
+from ezpz_llm.training.engine.collectives import MOVE_NOTHING, CollectiveMode, group_ranks, issued
+from ezpz_llm.training.model.config import get_model_config
 
 RANKS_PER_NODE = 2
 GLOBAL_BATCH = 16

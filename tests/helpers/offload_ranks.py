@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from rank_jobs import sequences
 
-from ezpz_llm import checkpoint
 from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.init import decay_groups
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.engine.deepspeed_engine import DeepSpeedEngine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.init import decay_groups
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 6, 8, 2, 0.5, 32
 SETTINGS: dict[str, dict[str, Any]] = {

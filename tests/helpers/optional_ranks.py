@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.setup import setup
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.setup import setup
 
 
 def sum_of_ranks(dist: Dist) -> float:

@@ -16,12 +16,12 @@ from engine_ranks import BLOCK, CONFIGS, gathered
 from rank_jobs import sequences, take_runs
 
 from ezpz_llm.core.base.package_data import data_dir
-from ezpz_llm.dist import Dist
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.engine.deepspeed_engine import DeepSpeedEngine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
 
 STEPS, ACCUMULATION, PER_MICRO_STEP = 5, 2, 2
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ezpz_llm.checkpoint.saver import Saver
-from ezpz_llm.data.samples import Batches
-from ezpz_llm.model.gpt import Block
 from ezpz_llm.train import main
+from ezpz_llm.training.checkpoint.saver import Saver
+from ezpz_llm.training.data.samples import Batches
+from ezpz_llm.training.model.gpt import Block
 
 
 def slowed(inner: Callable[..., Any], seconds: float) -> Callable[..., Any]:

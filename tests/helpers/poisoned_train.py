@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.model.gpt import GPT
 from ezpz_llm.train import main
+from ezpz_llm.training.model.gpt import GPT
 
 
 def poisoned(inner: Callable[..., Any], first: int, last: int, rank: int | None = None,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ezpz_llm.model import gpt
-from ezpz_llm.model.config import BLOCK, ModelConfig, Parameter, TpRule, add_to_block
+from ezpz_llm.training.model import gpt
+from ezpz_llm.training.model.config import BLOCK, ModelConfig, Parameter, TpRule, add_to_block
 
 ROWS = tuple(Parameter(f"attn.{name}.weight", ("D",), "ones", "summed") for name in ("q_norm", "k_norm"))
 

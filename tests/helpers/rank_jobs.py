@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from slowness import scaled
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.setup import setup
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.setup import setup
 
 
 class Results(dict[str, Any]):

@@ -19,13 +19,13 @@ import torch
 from divided_ranks import make_engine
 from rank_jobs import sequences
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.collectives import CollectiveCounter
-from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
-from ezpz_llm.layout.precision_recipes import GradientDtypes
-from ezpz_llm.model.config import get_model_config
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.collectives import CollectiveCounter
+from ezpz_llm.training.engine.live_memory import live_storages, live_tensor_memory
+from ezpz_llm.training.layout.precision_recipes import GradientDtypes
+from ezpz_llm.training.model.config import get_model_config
 
 CONFIG = get_model_config("tiny-gpt2", n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64, dropout=0.0)
 

@@ -17,16 +17,16 @@ import torch
 from rank_jobs import sequences, take_runs
 from torch import Tensor, nn
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agreement import all_gather
-from ezpz_llm.engine import gradient_reducer
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
-from ezpz_llm.model.tensor_parallel import sum_gradients
-from ezpz_llm.model.tp_collectives import copy_to_tp_region, reduce_from_tp_region
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.agreement import all_gather
+from ezpz_llm.training.engine import gradient_reducer
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
+from ezpz_llm.training.model.tensor_parallel import sum_gradients
+from ezpz_llm.training.model.tp_collectives import copy_to_tp_region, reduce_from_tp_region
 
 GLOBAL_BATCH, ACCUMULATION, SEED = 8, 2, 1337
 # Untied, because a pipeline adds the two gradients of a tied table in another dtype than one process.

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from ezpz_llm.core.rundir import read_lines
-from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.observe import WallClock
-from ezpz_llm.trainer.checkpoint_saves import save
-from ezpz_llm.trainer.loop import train_step
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.position import Position
-from ezpz_llm.trainer.run import resume_from_checkpoint, start
-from ezpz_llm.trainer.session import Session
-from ezpz_llm.trainer.step_end import flush
+from ezpz_llm.training.dist import Dist, Heartbeat
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.observe import WallClock
+from ezpz_llm.training.trainer.checkpoint_saves import save
+from ezpz_llm.training.trainer.loop import train_step
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.position import Position
+from ezpz_llm.training.trainer.run import resume_from_checkpoint, start
+from ezpz_llm.training.trainer.session import Session
+from ezpz_llm.training.trainer.step_end import flush
 
 
 def take_steps(session: Session, count: int) -> dict[str, Any]:

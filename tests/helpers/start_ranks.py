@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from ezpz_llm.core.base.package_data import data_dir
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
-from ezpz_llm.model.parameters import Box
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
+from ezpz_llm.training.model.parameters import Box
 
 sys.path.append(str(data_dir("benchmarks")))
 from start_memory import MODEL, Allocated

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from rank_jobs import sequences
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
 
 GLOBAL_BATCH, ACCUMULATION, CLIP, LR, DECAY = 8, 2, 0.5, 3e-3, 0.1
 CONFIG = replace(get_model_config("tiny-gpt2", n_layer=2, n_head=2, n_embd=32, block_size=32), vocab_size=64)

@@ -16,7 +16,7 @@ from ezpz_llm.certify.local_launches import Job, needed_references, read_referen
 from ezpz_llm.certify.target_file import find_target
 from ezpz_llm.certify.worker import run_job
 from ezpz_llm.core.base.records import as_plain
-from ezpz_llm.dist import Dist
+from ezpz_llm.training.dist import Dist
 
 STEPS = 8
 FIVE_MODELS = ROOT / "examples/certify/five_models.py"

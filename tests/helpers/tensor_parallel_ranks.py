@@ -25,22 +25,22 @@ import torch.distributed as torch_dist
 from qk_norm import qk_norm
 from torch import Tensor, nn
 
-from ezpz_llm import checkpoint
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.compile import recompute_blocks
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.embedding import Columns
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights
-from ezpz_llm.model.loss import Head
-from ezpz_llm.model.parameters import placement_of, size, whole_box
-from ezpz_llm.model.tensor_parallel import RankedDropout
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.training.engine.build import assemble, build_engine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.compile import recompute_blocks
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.embedding import Columns
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, init_weights
+from ezpz_llm.training.model.loss import Head
+from ezpz_llm.training.model.parameters import placement_of, size, whole_box
+from ezpz_llm.training.model.tensor_parallel import RankedDropout
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, VOCABULARY = 6, 8, 2, 0.5, 32, 60
 _SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": BLOCK, "vocab_size": VOCABULARY}

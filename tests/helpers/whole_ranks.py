@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.setup import setup
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.setup import setup
 
 
 def held(dist: Dist, precision: str) -> tuple[int, int]:

@@ -13,25 +13,25 @@ import pytest
 import torch
 from places import vocab_bpe
 
-from ezpz_llm import checkpoint
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.data.manifest import TokenizerEntry
-from ezpz_llm.data.tokenizer_files import load
-from ezpz_llm.data.tokenizers import get_tokenizer, install_gpt2, to_entry
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.hf import config
-from ezpz_llm.hf.config import from_hf, stored_tensors, to_hf
-from ezpz_llm.hf.source import find_source, with_model_changes
-from ezpz_llm.hf.tokenizer import write_tokenizer
-from ezpz_llm.hf.weights import export, open_weights
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import HEAD, MODELS, TABLE, ModelConfig, get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, load_values
-from ezpz_llm.model.parameters import parameter_count, parameter_shapes, whole_box
+from ezpz_llm.training import checkpoint
+from ezpz_llm.training.data.manifest import TokenizerEntry
+from ezpz_llm.training.data.tokenizer_files import load
+from ezpz_llm.training.data.tokenizers import get_tokenizer, install_gpt2, to_entry
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine.build import build_engine
+from ezpz_llm.training.hf import config
+from ezpz_llm.training.hf.config import from_hf, stored_tensors, to_hf
+from ezpz_llm.training.hf.source import find_source, with_model_changes
+from ezpz_llm.training.hf.tokenizer import write_tokenizer
+from ezpz_llm.training.hf.weights import export, open_weights
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import HEAD, MODELS, TABLE, ModelConfig, get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_groups, load_values
+from ezpz_llm.training.model.parameters import parameter_count, parameter_shapes, whole_box
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
@@ -409,7 +409,7 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     read: list[Any] = []
     import weakref
 
-    from ezpz_llm.hf import weights
+    from ezpz_llm.training.hf import weights
 
     inner = weights.CheckpointWeights.read_stored
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ezpz_llm.checkpoint import __main__ as checkpoint
+from ezpz_llm import checkpoint as checkpoint
 from ezpz_llm.core.base import UserError, run_command
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.evaluate import command as evaluate, generation as generate
-from ezpz_llm.hf.config import stored_tensors, to_hf
-from ezpz_llm.hf.source import find_source
-from ezpz_llm.hf.weights import open_weights
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import load_values
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.evaluate import command as evaluate, generation as generate
+from ezpz_llm.training.hf.config import stored_tensors, to_hf
+from ezpz_llm.training.hf.source import find_source
+from ezpz_llm.training.hf.weights import open_weights
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import load_values
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run
 
 TABLES = {"tiny-gpt2": "transformer.wte.weight", "tiny-llama": "model.embed_tokens.weight"}
 SINGLE, INDEX, HEAD = "model.safetensors", "model.safetensors.index.json", "lm_head.weight"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from small_tokenizers import mixed_text, trained
 
-from ezpz_llm.checkpoint.__main__ import main
-from ezpz_llm.data.tokenizer_files import copy_files
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.checkpoint import main
+from ezpz_llm.training.data.tokenizer_files import copy_files
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run
 
 
 @pytest.fixture

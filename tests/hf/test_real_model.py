@@ -15,11 +15,11 @@ from real_model import smollm2
 
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.data.tokenizer_files import load
-from ezpz_llm.hf.source import find_source
-from ezpz_llm.hf.weights import open_weights
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import load_values
+from ezpz_llm.training.data.tokenizer_files import load
+from ezpz_llm.training.hf.source import find_source
+from ezpz_llm.training.hf.weights import open_weights
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import load_values
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 

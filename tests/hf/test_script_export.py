@@ -23,21 +23,21 @@ from script_checkpoints import MODELS
 from slowness import scaled
 from torch import Tensor
 
-from ezpz_llm.checkpoint.__main__ import main
-from ezpz_llm.checkpoint.manifest import make_record, write_manifest
-from ezpz_llm.checkpoint.script_model import ScriptModel
-from ezpz_llm.checkpoint.state import State
+from ezpz_llm.checkpoint import main
 from ezpz_llm.core.base import run_command
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.evaluate.command import main as evaluate
-from ezpz_llm.evaluate.generation import main as generate
-from ezpz_llm.hf import script_export
-from ezpz_llm.hf.config import from_hf, stored_tensors
-from ezpz_llm.hf.source import find_source
-from ezpz_llm.hf.weights import open_weights, read_box
-from ezpz_llm.model.parameters import parameter_shapes, whole_box
 from ezpz_llm.train import main as train
+from ezpz_llm.training.checkpoint.manifest import make_record, write_manifest
+from ezpz_llm.training.checkpoint.script_model import ScriptModel
+from ezpz_llm.training.checkpoint.state import State
+from ezpz_llm.training.evaluate.command import main as evaluate
+from ezpz_llm.training.evaluate.generation import main as generate
+from ezpz_llm.training.hf import script_export
+from ezpz_llm.training.hf.config import from_hf, stored_tensors
+from ezpz_llm.training.hf.source import find_source
+from ezpz_llm.training.hf.weights import open_weights, read_box
+from ezpz_llm.training.model.parameters import parameter_shapes, whole_box
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)

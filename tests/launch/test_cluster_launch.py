@@ -20,8 +20,8 @@ from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm.core.base.package_data import data_dir
-from ezpz_llm.dist.device import device_index
 from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.training.dist.device import device_index
 
 MEET = f"{sys.executable} {HELPERS / 'connecting_ranks.py'}"
 LAUNCHERS = ("srun", "mpiexec", "torchrun")

@@ -24,8 +24,8 @@ from launch_runs import LONG, SAVES, clean_env, left_over, record
 from simcluster.cluster import Cluster
 from slowness import scaled
 
-from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.launcher.basics.processes import is_alive, started_at
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints
 
 # Writes its process id to a file, whatever the shell puts around it.
 _LAUNCH = "sh -c 'echo $$ > pid.new && mv pid.new pid && exec \"$@\"' - {words}"

@@ -116,7 +116,7 @@ def test_rank_0_owns_the_directory_where_there_is_no_launch(tmp_path: Path) -> N
     (tmp_path / "rank.py").write_text("""
 import sys, time
 from pathlib import Path
-from ezpz_llm.dist.setup import setup
+from ezpz_llm.training.dist.setup import setup
 from ezpz_llm.core.base.errors import UserError
 try:
     with setup(device="cpu", run_dir=Path("r")):

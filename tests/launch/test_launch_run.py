@@ -197,7 +197,7 @@ def test_idle_runs_are_ended(tmp_path: Path) -> None:
     busy = start(tmp_path, "-n", "1", "--idle-timeout", "2", "--run-dir", "busy", sys.executable, "busy.py")
     _script(tmp_path, _RANK + """
 from pathlib import Path
-from ezpz_llm.dist.heartbeat import Heartbeat
+from ezpz_llm.training.dist.heartbeat import Heartbeat
 heart = Heartbeat(os.environ)
 for step in range(2 if rank else 4):
     heart.beat("backward", step)

@@ -162,8 +162,8 @@ def test_a_file_system_survives_many_nodes() -> None:
 # Rank 1 does not come to step 3, where rank 0 waits for it and goes on to print.
 _HANG = """
 import os, time
-from ezpz_llm.dist.heartbeat import Heartbeat
-from ezpz_llm.dist.heartbeat import answer_with_stacks
+from ezpz_llm.training.dist.heartbeat import Heartbeat
+from ezpz_llm.training.dist.heartbeat import answer_with_stacks
 answer_with_stacks(os.environ)
 heart, rank, folder = Heartbeat(os.environ), int(os.environ["EZPZ_LLM_RANK"]), os.environ["EZPZ_LLM_RUN_DIR"]
 def wait_for_a_lock():
@@ -238,7 +238,7 @@ def test_ranks_without_py_spy_say_where_they_stand_as_they_are_ended(tmp_path: P
 
 _RANK_0_ENDS = """
 import os, sys, time
-from ezpz_llm.dist.heartbeat import Heartbeat
+from ezpz_llm.training.dist.heartbeat import Heartbeat
 Heartbeat(os.environ).beat("training", 7)
 if os.environ["EZPZ_LLM_RANK"] == "1":
     time.sleep(60)
@@ -263,7 +263,7 @@ def test_the_agent_outlives_local_rank_0(tmp_path: Path) -> None:
 # A long save without heartbeats, with its work in a child process.
 _SAVE = """
 import os, subprocess, sys
-from ezpz_llm.dist.heartbeat import Heartbeat
+from ezpz_llm.training.dist.heartbeat import Heartbeat
 heart = Heartbeat(os.environ)
 heart.beat("training", 1)
 heart.beat("saving", 1)

@@ -19,7 +19,7 @@ from slowness import scaled
 _HANGS = """
 import os, sys, time
 from pathlib import Path
-from ezpz_llm.dist.heartbeat import answer_with_stacks
+from ezpz_llm.training.dist.heartbeat import answer_with_stacks
 answer_with_stacks(os.environ)
 rank, beats = int(os.environ["EZPZ_LLM_RANK"]), Path(os.environ["EZPZ_LLM_HEARTBEAT"])
 def never_comes():

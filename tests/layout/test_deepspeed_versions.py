@@ -12,8 +12,8 @@ from launch_runs import clean_env
 from slowness import scaled
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.layout import deepspeed_versions
-from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.training.layout import deepspeed_versions
+from ezpz_llm.training.layout.resolve import Request, resolve
 
 
 def check(folder: Path, *layout: str) -> subprocess.CompletedProcess[str]:

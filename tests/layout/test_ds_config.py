@@ -20,15 +20,15 @@ from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.untrusted_input import plain_json
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launcher.basics.variables import PLACES_VARIABLE
-from ezpz_llm.layout import ops
-from ezpz_llm.layout.ds_config import REMOVED, convert, table
-from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.value_source import COMMAND_LINE, Origin, ValueSource
 from ezpz_llm.train import main
-from ezpz_llm.trainer import command
+from ezpz_llm.training.engine.precision import LossScale
+from ezpz_llm.training.layout import ops
+from ezpz_llm.training.layout.ds_config import REMOVED, convert, table
+from ezpz_llm.training.layout.ds_config_blocks import DynamicScale
+from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.training.layout.value_source import COMMAND_LINE, Origin, ValueSource
+from ezpz_llm.training.trainer import command
 
 SAME = version("deepspeed") == table().version
 NEEDS_TABLE_VERSION = pytest.mark.skipif(not SAME, reason=f"the table is for DeepSpeed {table().version}")
@@ -289,8 +289,8 @@ def test_defaults_equal_deepspeeds() -> None:
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
-    from ezpz_llm.layout import ds_config_blocks
-    from ezpz_llm.trainer.plan import _DEFAULT_CLIP
+    from ezpz_llm.training.layout import ds_config_blocks
+    from ezpz_llm.training.trainer.plan import _DEFAULT_CLIP
 
     def defaults(function: Any) -> dict[str, Any]:
         return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.layout.batch import Batch, solve_batch
+from ezpz_llm.training.layout.batch import Batch, solve_batch
 
 SMALL = st.integers(1, 64)
 

@@ -15,16 +15,16 @@ from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.layout import ds_config, ops
-from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.ds_defaults import default_sizes
-from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.memory import held_parameters
-from ezpz_llm.layout.precision_recipes import GradientDtypes
-from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.training.layout import ds_config, ops
+from ezpz_llm.training.layout.batch import Batch
+from ezpz_llm.training.layout.ds_defaults import default_sizes
+from ezpz_llm.training.layout.layout import Layout, ZeroOptions
+from ezpz_llm.training.layout.memory import held_parameters
+from ezpz_llm.training.layout.precision_recipes import GradientDtypes
+from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.training.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.parameters import parameter_count
 
 SHIPPED = ("3d", "ddp", "fsdp2", "fsdp2_within2", "pp2", "pp2_tp2", "sp2", "tiled", "tp2", "tp2_zero1", "tp2_zero3",
            "zero0", "zero1", "zero2", "zero3", "zero3_hpz2", "zero3_nvme", "zero3_offload_all",
@@ -61,7 +61,7 @@ def test_shipped_layouts_contain_no_run_settings(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_heavy_is_imported() -> None:
-    program = ("import sys; from ezpz_llm.layout.resolve import Request, resolve; resolve(Request('zero3', 4)); "
+    program = ("import sys; from ezpz_llm.training.layout.resolve import Request, resolve; resolve(Request('zero3', 4)); "
                "import ezpz_llm.doctor; sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", program], timeout=scaled(60), check=False).returncode == 0
 

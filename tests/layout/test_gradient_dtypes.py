@@ -11,11 +11,11 @@ import pytest
 from ezpz_llm.certify.case import published_traffic
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.layout import ops
-from ezpz_llm.layout.precision_recipes import GradientDtypes
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.training.layout import ops
+from ezpz_llm.training.layout.precision_recipes import GradientDtypes
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.parameters import parameter_count
 
 TINY = get_model_config("tiny-gpt2")
 

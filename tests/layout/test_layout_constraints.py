@@ -15,13 +15,14 @@ from places import ROOT
 
 from ezpz_llm.core.base.errors import UserError, run_command
 from ezpz_llm.core.base.package_data import data_dir
-from ezpz_llm.layout import constraints, ops
-from ezpz_llm.layout.batch import solve_batch
-from ezpz_llm.layout.constraints import validate
-from ezpz_llm.layout.knobs import LayoutCheck
-from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.suggestions import (
+from ezpz_llm.train import main
+from ezpz_llm.training.layout import constraints, ops
+from ezpz_llm.training.layout.batch import solve_batch
+from ezpz_llm.training.layout.constraints import validate
+from ezpz_llm.training.layout.knobs import LayoutCheck
+from ezpz_llm.training.layout.layout import Layout, ZeroOptions
+from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.training.layout.suggestions import (
     alternatives,
     as_cli_flags,
     is_legal,
@@ -29,10 +30,9 @@ from ezpz_llm.layout.suggestions import (
     shipped_layouts,
     validate_or_suggest,
 )
-from ezpz_llm.model.config import MODELS, ModelConfig
-from ezpz_llm.train import main
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.training.model.config import MODELS, ModelConfig
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
 
 TINY = MODELS["tiny-gpt2"]
 LLAMA = MODELS["tiny-llama"]

@@ -13,12 +13,12 @@ from places import ROOT
 from ezpz_llm.certify.case import published_traffic
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.package_data import data_dir
-from ezpz_llm.layout import ds_config, suggestions
-from ezpz_llm.layout.knobs import KNOBS, knob_rows
-from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.memory import held_parameters, memory_per_rank
-from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.model.config import MODELS
+from ezpz_llm.training.layout import ds_config, suggestions
+from ezpz_llm.training.layout.knobs import KNOBS, knob_rows
+from ezpz_llm.training.layout.layout import Layout, ZeroOptions
+from ezpz_llm.training.layout.memory import held_parameters, memory_per_rank
+from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.training.model.config import MODELS
 
 TINY = MODELS["tiny-gpt2"]
 HPZ2 = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}

@@ -86,7 +86,7 @@ def _env(tmp_path: Path) -> dict[str, str]:
             assert text.count(before) == 1
             text = text.replace(before, before + added)
         path.write_text(text)
-    with (copy / "ezpz_llm/layout/knobs.py").open("a") as file:
+    with (copy / "ezpz_llm/training/layout/knobs.py").open("a") as file:
         file.write(_KNOBS)
     for name, values in _DS_CONFIGS.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
@@ -115,7 +115,7 @@ def test_new_options_have_rules_lines_in_the_plan_and_rows(tmp_path: Path, env: 
         f"error: {KEY} needs ZeRO stage 3\n  where:   stage from unfetched.json, {KEY} from unfetched.json\n"
         '  instead: "stage": 3\n')
     assert _check(tmp_path, env, "unkept.json").stderr.startswith("error: stays_gathered needs fsdp2\n")
-    rows = _run(tmp_path, env, "-c", "from ezpz_llm.layout.knobs import knob_rows\n"
+    rows = _run(tmp_path, env, "-c", "from ezpz_llm.training.layout.knobs import knob_rows\n"
                 "for row in knob_rows()[-2:]: print(*row, sep=' | ')")
     assert rows.stdout.splitlines() == [
         f"`zero_optimization.{KEY}` | stage 3 |  | all-reduces of parameters | no",

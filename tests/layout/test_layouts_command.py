@@ -20,17 +20,17 @@ from slowness import scaled
 from version_matrix import LAYOUTS
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.dist.degrees import Degrees
-from ezpz_llm.engine.precision import autocast_forward
-from ezpz_llm.layout import ds_config, ops
-from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total, unsharded_bytes
-from ezpz_llm.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.layout.suggestions import shipped_layouts
 from ezpz_llm.layouts import main
-from ezpz_llm.model.config import MODELS
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.parameters import block_matrix_count, parameter_count
+from ezpz_llm.training.dist.degrees import Degrees
+from ezpz_llm.training.engine.precision import autocast_forward
+from ezpz_llm.training.layout import ds_config, ops
+from ezpz_llm.training.layout.layout import Layout, ZeroOptions
+from ezpz_llm.training.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total, unsharded_bytes
+from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.training.layout.suggestions import shipped_layouts
+from ezpz_llm.training.model.config import MODELS
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.parameters import block_matrix_count, parameter_count
 
 PAGE = ROOT / "benchmarks/results/layouts_command.md"
 
@@ -101,7 +101,7 @@ def test_unlisted_degrees_are_rejected(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
 def test_estimated_parameters_equal_those_of_each_rank(model: str, tp: int, pp: int) -> None:
     """Compare with the model that each rank assembles for training."""
-    from ezpz_llm.engine.build import assemble
+    from ezpz_llm.training.engine.build import assemble
 
     config, layout = MODELS[model], Layout("x", "deepspeed", ZeroOptions(1), tp=tp, pp=pp)
     degrees = Degrees.of_world(tp * pp, tp, pp)

@@ -13,11 +13,11 @@ import pytest
 from public_ds_configs import PUBLIC, Public
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.layout import ops
-from ezpz_llm.layout.ds_config import table
-from ezpz_llm.layout.precision_recipes import AUTOCAST
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import RunPlan, check_run
+from ezpz_llm.training.layout import ops
+from ezpz_llm.training.layout.ds_config import table
+from ezpz_llm.training.layout.precision_recipes import AUTOCAST
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import RunPlan, check_run
 
 
 def plan(public: Public, folder: Path) -> RunPlan:

@@ -9,14 +9,14 @@ import shlex
 import pytest
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.hf.config import to_hf
-from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
-from ezpz_llm.layout.recommendation import Cluster, Setting, choices, settings_to_try
 from ezpz_llm.layouts import main
-from ezpz_llm.model.config import MODELS
-from ezpz_llm.model.loss_chunk import choose_chunk
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import check_run
+from ezpz_llm.training.hf.config import to_hf
+from ezpz_llm.training.layout.memory import Pass, activation_bytes, memory_per_rank, total
+from ezpz_llm.training.layout.recommendation import Cluster, Setting, choices, settings_to_try
+from ezpz_llm.training.model.config import MODELS
+from ezpz_llm.training.model.loss_chunk import choose_chunk
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import check_run
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from ezpz_llm.observe import traffic as module
-from ezpz_llm.observe.traffic import NOTHING, call_traffic, measured, reason, textbook_bytes, traffic_per_step
+from ezpz_llm.training.observe import traffic as module
+from ezpz_llm.training.observe.traffic import (
+    NOTHING,
+    call_traffic,
+    measured,
+    reason,
+    textbook_bytes,
+    traffic_per_step,
+)
 
 GOODPUT = {"fast": 1000.0, "slow": 100.0}
 

@@ -10,7 +10,7 @@ import pytest
 from still_clock import StillClock
 
 import ezpz_llm
-from ezpz_llm.library import run as library_run
+from ezpz_llm.training.library import run as library_run
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from places import HELPERS
 from safetensors.torch import load_file
 from torch import nn
 
-from ezpz_llm.checkpoint.__main__ import main as checkpoint
+from ezpz_llm.checkpoint import main as checkpoint
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)

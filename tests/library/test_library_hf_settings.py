@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from ezpz_llm.core.base import UserError, parse_json
-from ezpz_llm.library.hf_settings import check_hf_settings, hf_settings
+from ezpz_llm.training.library.hf_settings import check_hf_settings, hf_settings
 
 
 def model_with(**settings: Any) -> nn.Module:

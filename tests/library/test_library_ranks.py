@@ -20,7 +20,7 @@ run = ezpz_llm.setup(device="cpu", run_dir="run")
 torch.manual_seed(0)
 """
 ON_ONE_RANK = _START + """
-import ezpz_llm.library.whole_parameters as whole
+import ezpz_llm.training.library.whole_parameters as whole
 whole._PATIENCE_S = 3.0
 model = nn.Linear(4, 4)
 model = ezpz_llm.wrap(model, torch.optim.AdamW(model.parameters()), sys.argv[1])

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.library.tensor_plan import shard_model
-from ezpz_llm.model.parameters import placement_of
-from ezpz_llm.model.tensor_parallel import Share
+from ezpz_llm.training.library.tensor_plan import shard_model
+from ezpz_llm.training.model.parameters import placement_of
+from ezpz_llm.training.model.tensor_parallel import Share
 
 PLAN = {"*.up": "colwise", "*.down": "rowwise", "*.norm": "replicated_with_grad_allreduce",
         "head": "colwise_gather_output"}

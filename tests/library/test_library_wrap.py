@@ -15,8 +15,8 @@ from rank_jobs import results_of
 from slowness import scaled
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.library import wrapping
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.library import wrapping
 
 KINDS = ("mlp", "unet", "norm", "qwen3", "vit")
 LAYOUTS = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3_offload_optimizer", "zero3_offload_all")

@@ -15,12 +15,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from ezpz_llm.checkpoint.state import State, read_state
 from ezpz_llm.core.base import UserError, parse_json
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.library import stored_values
-from ezpz_llm.library.stored_values import MAX_DEPTH, from_json, to_json
+from ezpz_llm.training.checkpoint.state import State, read_state
+from ezpz_llm.training.library import stored_values
+from ezpz_llm.training.library.stored_values import MAX_DEPTH, from_json, to_json
 
 
 def stored(value: Any, folder: Path) -> Any:

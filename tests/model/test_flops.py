@@ -13,13 +13,13 @@ from slowness import scaled
 from torch import nn
 
 from ezpz_llm.core.rundir import RunDir, append_line
-from ezpz_llm.model.config import MODELS, get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.parameters import FlopCount
-from ezpz_llm.observe import Peak, StepWork, final_text, measure_ceiling, peaks, summarize
-from ezpz_llm.observe.peaks import Ceiling, best_sample, fastest_product
-from ezpz_llm.trainer import run_description
-from ezpz_llm.trainer.run_description import count_flops, counted_flops, flop_and_peak_rows
+from ezpz_llm.training.model.config import MODELS, get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.parameters import FlopCount
+from ezpz_llm.training.observe import Peak, StepWork, final_text, measure_ceiling, peaks, summarize
+from ezpz_llm.training.observe.peaks import Ceiling, best_sample, fastest_product
+from ezpz_llm.training.trainer import run_description
+from ezpz_llm.training.trainer.run_description import count_flops, counted_flops, flop_and_peak_rows
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.embedding import TiedEmbedding, lookup
-from ezpz_llm.model.gpt import GPT, make_norm
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.loss import Head, configure_head
+from ezpz_llm.training.model.config import ModelConfig, get_model_config
+from ezpz_llm.training.model.embedding import TiedEmbedding, lookup
+from ezpz_llm.training.model.gpt import GPT, make_norm
+from ezpz_llm.training.model.init import init_weights
+from ezpz_llm.training.model.loss import Head, configure_head
 
 ROUNDING = 2.0 ** -8
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ezpz_llm.model import attention_kernels as module
-from ezpz_llm.model.attention_kernels import blockwise_attention
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
+from ezpz_llm.training.model import attention_kernels as module
+from ezpz_llm.training.model.attention_kernels import blockwise_attention
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
 
 
 def inputs(heads: int, kv_heads: int, length: int, dim: int) -> tuple[torch.Tensor, ...]:

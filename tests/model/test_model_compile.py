@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ezpz_llm.model.attention_kernels import attention_kernel
-from ezpz_llm.model.compile import compile_blocks, eager
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT, gelu
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.loss import Head
+from ezpz_llm.training.model.attention_kernels import attention_kernel
+from ezpz_llm.training.model.compile import compile_blocks, eager
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT, gelu
+from ezpz_llm.training.model.init import init_weights
+from ezpz_llm.training.model.loss import Head
 
 
 @pytest.mark.slow

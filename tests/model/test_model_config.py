@@ -10,13 +10,13 @@ import torch
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.parameters import flops_per_token, parameter_count
+from ezpz_llm.training.model.config import MODELS, ModelConfig, get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.parameters import flops_per_token, parameter_count
 
 
 def test_config_and_flops_import_no_torch():
-    code = ("import sys, ezpz_llm.model.parameters as f, ezpz_llm.model.config as c; "
+    code = ("import sys, ezpz_llm.training.model.parameters as f, ezpz_llm.training.model.config as c; "
             "f.flops_per_token(c.get_model_config('llama3-8b')); "
             "sys.exit(bool({'torch', 'numpy', 'deepspeed'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(120)).returncode == 0

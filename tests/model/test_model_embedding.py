@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.embedding import TiedEmbedding
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.loss import configure_head
-from ezpz_llm.model.pipeline import PipelineStage
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.embedding import TiedEmbedding
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import init_weights
+from ezpz_llm.training.model.loss import configure_head
+from ezpz_llm.training.model.pipeline import PipelineStage
 
 CONFIG = get_model_config("tiny-gpt2", vocab_size=300, block_size=32)
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.model.config import MODELS, get_model_config
-from ezpz_llm.model.gpt import GPT, rotate, rotation_frequencies, rotation_tables
-from ezpz_llm.model.parameters import flops_per_token, parameter_count
+from ezpz_llm.training.model.config import MODELS, get_model_config
+from ezpz_llm.training.model.gpt import GPT, rotate, rotation_frequencies, rotation_tables
+from ezpz_llm.training.model.parameters import flops_per_token, parameter_count
 
 SMALL = {"n_layer": 2, "vocab_size": 97, "block_size": 24}
 SHAPES = {

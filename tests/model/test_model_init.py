@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import TILE, decay_groups, fill, init_weights, initial_std, initial_values
-from ezpz_llm.model.parameters import Placement
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import TILE, decay_groups, fill, init_weights, initial_std, initial_values
+from ezpz_llm.training.model.parameters import Placement
 
 
 def initialised(config, seed=1337):

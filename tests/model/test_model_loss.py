@@ -13,12 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ezpz_llm.model import loss as module
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.loss import Head, configure_head
-from ezpz_llm.model.loss_chunk import choose_chunk, max_logits
+from ezpz_llm.training.model import loss as module
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import init_weights
+from ezpz_llm.training.model.loss import Head, configure_head
+from ezpz_llm.training.model.loss_chunk import choose_chunk, max_logits
 
 WIDTH, VOCABULARY = 24, 70
 

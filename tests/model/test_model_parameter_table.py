@@ -11,14 +11,19 @@ from places import ROOT
 from qk_norm import ROWS, qk_norm
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.engine.build import assemble
-from ezpz_llm.layout.layout import Layout
-from ezpz_llm.layout.memory import held_parameters
-from ezpz_llm.model import tensor_parallel
-from ezpz_llm.model.config import AFTER, BEFORE, BLOCK, MODELS, add_to_block, get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_counts, decay_groups
-from ezpz_llm.model.parameters import check_parameters, matrix_parameter_count, parameter_count, parameter_shapes
+from ezpz_llm.training.engine.build import assemble
+from ezpz_llm.training.layout.layout import Layout
+from ezpz_llm.training.layout.memory import held_parameters
+from ezpz_llm.training.model import tensor_parallel
+from ezpz_llm.training.model.config import AFTER, BEFORE, BLOCK, MODELS, add_to_block, get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import decay_counts, decay_groups
+from ezpz_llm.training.model.parameters import (
+    check_parameters,
+    matrix_parameter_count,
+    parameter_count,
+    parameter_shapes,
+)
 
 PAGE = ROOT / "benchmarks" / "results" / "parameters.md"
 ALONE = SimpleNamespace(group=lambda *axes: None, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)

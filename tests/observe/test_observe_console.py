@@ -18,15 +18,15 @@ import pytest
 from golden import check_golden
 from slowness import scaled
 
-from ezpz_llm.checkpoint import NotWrittenError
 from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.core.rundir import RunDir, append_line
 from ezpz_llm.launcher.basics.variables import LIVE_LINE
-from ezpz_llm.layout.resolve import Request, resolve
-from ezpz_llm.observe import StepWork, final_text, series_plot, summarize
-from ezpz_llm.observe.throughput import Progress, format_duration
-from ezpz_llm.trainer import checkpoint_saves
-from ezpz_llm.trainer.first_screen import expected_end, precision_words
+from ezpz_llm.training.checkpoint import NotWrittenError
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.observe import StepWork, final_text, series_plot, summarize
+from ezpz_llm.training.observe.throughput import Progress, format_duration
+from ezpz_llm.training.trainer import checkpoint_saves
+from ezpz_llm.training.trainer.first_screen import expected_end, precision_words
 
 WORK = StepWork(micro_batch=4, accumulation=1, dp_size=2, world_size=2, block_size=256)
 
@@ -147,7 +147,7 @@ def in_a_terminal(folder: Path, program: str, **env: str) -> bytes:
 
 
 def test_live_line_reaches_launchs_terminal_but_no_log(tmp_path):
-    program = ("import time; from ezpz_llm.observe.throughput import Progress, StepWork; "
+    program = ("import time; from ezpz_llm.training.observe.throughput import Progress, StepWork; "
                "now = iter([0.0, 4.0, 8.0, 12.0]); p = Progress(1500, StepWork(4, 1, 2, 2, 256), "
                "clock=lambda: next(now)); [p.tick(step) for step in (1, 2, 3)]; time.sleep(0.3); p.erase(); "
                "print('end')")
@@ -161,7 +161,7 @@ def test_live_line_reaches_launchs_terminal_but_no_log(tmp_path):
 
 @pytest.mark.parametrize("has_colour", [True, False])
 def test_colors_reach_launchs_terminal_but_no_log(tmp_path, has_colour):
-    program = ("from ezpz_llm.observe import series_plot, wants_color; "
+    program = ("from ezpz_llm.training.observe import series_plot, wants_color; "
                "print(series_plot([1, 2, 3], [3, 2, 1], 'loss', 'step', '', color=wants_color()))")
     shown = in_a_terminal(tmp_path, program, NO_COLOR="" if has_colour else "1")
     assert (b"\x1b[" in shown) == has_colour
@@ -188,7 +188,7 @@ def test_short_steps_print_no_progress_in_a_log(capsys):
     ({"EZPZ_LLM_TERMINAL": "123", "COLUMNS": "60"}, True, 60), ({"EZPZ_LLM_TERMINAL": ""}, False, 80),
     ({"EZPZ_LLM_TERMINAL": "123", "EZPZ_LLM_RANK": "1"}, False, 80)])
 def test_rank_gets_its_terminal_from_launch(env, is_terminal, width):
-    code = "from ezpz_llm.observe.terminal import can_redraw, terminal_width; print(can_redraw(), terminal_width())"
+    code = "from ezpz_llm.training.observe.terminal import can_redraw, terminal_width; print(can_redraw(), terminal_width())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(60), check=True,
                           stdin=subprocess.DEVNULL, env={"PYTHONPATH": ":".join(sys.path), **env})

@@ -10,7 +10,7 @@ import torch
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, SideFiles, read_lines
-from ezpz_llm.observe import MetricsLog, Peak, StepTimeline, StepWork
+from ezpz_llm.training.observe import MetricsLog, Peak, StepTimeline, StepWork
 
 WORK = StepWork(micro_batch=2, accumulation=3, dp_size=1, world_size=1, block_size=8)
 FIELDS = {"step", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ezpz_llm.observe import peak_flops
-from ezpz_llm.observe.peaks import find_peak
+from ezpz_llm.training.observe import peak_flops
+from ezpz_llm.training.observe.peaks import find_peak
 
 
 @pytest.mark.parametrize(("name", "units", "precision", "teraflops"), [

@@ -12,14 +12,14 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir, append_line, read_lines
-from ezpz_llm.observe import plot_run, series_plot, wants_ascii, wants_color
-from ezpz_llm.observe.history import make_history
-from ezpz_llm.observe.plots import downsample
+from ezpz_llm.training.observe import plot_run, series_plot, wants_ascii, wants_color
+from ezpz_llm.training.observe.history import make_history
+from ezpz_llm.training.observe.plots import downsample
 
 # Runs in a subprocess, since plotext's C++ part aborts the process for invalid values.
 UNUSUAL = """
 import json, sys
-from ezpz_llm.observe.plots import series_plot
+from ezpz_llm.training.observe.plots import series_plot
 nan, inf = float("nan"), float("inf")
 series = {
     "empty": ([], []), "one point": ([3], [2.0]), "constant": ([1, 2, 3], [5, 5, 5]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.observe import PythonProfile, StepTimeline, TraceProfile, Window, profile_window
+from ezpz_llm.training.observe import PythonProfile, StepTimeline, TraceProfile, Window, profile_window
 
 
 def a_slow_collate_function():

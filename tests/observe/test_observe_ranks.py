@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from ezpz_llm.core.base.records import as_plain
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.observe import MetricsLog, StepTimeline, StepWork, run_environment
+from ezpz_llm.training.dist.setup import setup
+from ezpz_llm.training.observe import MetricsLog, StepTimeline, StepWork, run_environment
 
 me = setup(device="cpu", run_dir=Path(sys.argv[1]))
 rank, world, run_dir = me.rank, me.world_size, me.run_dir

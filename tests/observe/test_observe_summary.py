@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 from ezpz_llm.core.rundir import RunDir, append_line
 from ezpz_llm.core.rundir.records import read_record, update_record
 from ezpz_llm.core.rundir.summary_record import Straggler
-from ezpz_llm.observe import StepWork, breakdown_tables, final_text, summarize
-from ezpz_llm.observe.tables import percentages
+from ezpz_llm.training.observe import StepWork, breakdown_tables, final_text, summarize
+from ezpz_llm.training.observe.tables import percentages
 
 WORK = StepWork(micro_batch=4, accumulation=1, dp_size=2, world_size=2, block_size=256)
 WALL = {"setup": 8.0, "training steps": 133.0, "evaluation": 6.5, "checkpoints": 1.5, "sampling": 1.0, "other": 2.0}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ezpz_llm.observe import PHASES, StepTimeline
+from ezpz_llm.training.observe import PHASES, StepTimeline
 
 NAMES = {*PHASES, "other"}
 

@@ -17,8 +17,8 @@ from tracker_files import mlflow_curves, tensorboard_curves, wandb_curves
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.observe import trackers
-from ezpz_llm.observe.trackers import Choice, Tracking, parse_trackers
+from ezpz_llm.training.observe import trackers
+from ezpz_llm.training.observe.trackers import Choice, Tracking, parse_trackers
 
 NEEDS = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
 INSTALLED = [name for name, packages in NEEDS.items() if all(map(find_spec, packages))]
@@ -115,7 +115,7 @@ def test_invalid_track_options_are_rejected(text, found, instead):
 
 
 def test_missing_tracker_error_names_its_extra(monkeypatch):
-    monkeypatch.setattr("ezpz_llm.observe.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("ezpz_llm.training.observe.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match="requires mlflow and sqlalchemy and alembic") as error:
         parse_trackers("mlflow", {})
     assert error.value.instead == "pip install 'ezpz_llm[mlflow]'"

@@ -15,8 +15,8 @@ import torch
 from places import HELPERS, ROOT
 from simcluster.cluster import Cluster, missing
 
-from ezpz_llm.observe import traffic as module
-from ezpz_llm.observe.traffic import call_traffic, measured, reason
+from ezpz_llm.training.observe import traffic as module
+from ezpz_llm.training.observe.traffic import call_traffic, measured, reason
 
 PROGRAM = HELPERS / "traffic_ranks.py"
 PAGE = ROOT / "benchmarks/results/traffic.md"

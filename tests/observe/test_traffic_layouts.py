@@ -17,7 +17,7 @@ from places import HELPERS, ROOT
 from simcluster.cluster import Cluster
 
 from ezpz_llm.explain.diagnosis import diagnose
-from ezpz_llm.observe.traffic import measured
+from ezpz_llm.training.observe.traffic import measured
 
 PROGRAM = HELPERS / "traffic_layout_ranks.py"
 PAGE = ROOT / "benchmarks/results/traffic.md"

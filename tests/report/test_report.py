@@ -10,8 +10,8 @@ from made_up_runs import make_run
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, write_json
-from ezpz_llm.report.__main__ import main, report_text
-from ezpz_llm.report.runs import comparison_sentence, differences, load_runs
+from ezpz_llm.training.report.command import main, report_text
+from ezpz_llm.training.report.runs import comparison_sentence, differences, load_runs
 
 
 def test_results_of_finished_run(tmp_path):

@@ -14,8 +14,8 @@ import pytest
 from made_up_runs import make_run
 from slowness import scaled
 
-from ezpz_llm.report.run_page import report_page
-from ezpz_llm.report.runs import load_runs
+from ezpz_llm.training.report.run_page import report_page
+from ezpz_llm.training.report.runs import load_runs
 
 pytestmark = [pytest.mark.full,
               pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")]

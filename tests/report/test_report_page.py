@@ -20,10 +20,10 @@ from pages import check_narrow_page, check_page, figure_text
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.report.__main__ import main
-from ezpz_llm.report.figures import Figure, Panel, bars_figure, render
-from ezpz_llm.report.run_page import report_figures, report_page
-from ezpz_llm.report.runs import load_runs
+from ezpz_llm.training.report.command import main
+from ezpz_llm.training.report.figures import Figure, Panel, bars_figure, render
+from ezpz_llm.training.report.run_page import report_figures, report_page
+from ezpz_llm.training.report.runs import load_runs
 
 WITHOUT_MATPLOTLIB = ("import sys; sys.modules['matplotlib'] = None; from ezpz_llm.core.base import run_command; "
                       "from {} import main; sys.exit(run_command(main, sys.argv[1:]))")
@@ -186,7 +186,7 @@ def test_missing_matplotlib_is_reported_before_any_work(tmp_path, command, optio
 
 def test_text_report_needs_no_matplotlib(tmp_path):
     path = make_run(tmp_path / "a")
-    run = subprocess.run([sys.executable, "-c", WITHOUT_MATPLOTLIB.format("ezpz_llm.report.__main__"), path],
+    run = subprocess.run([sys.executable, "-c", WITHOUT_MATPLOTLIB.format("ezpz_llm.training.report.command"), path],
                          capture_output=True, text=True, timeout=scaled(60), check=False)
     assert run.returncode == 0, run.stderr
     assert "validation (nats/token)" in run.stdout

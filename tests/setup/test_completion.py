@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from slowness import scaled
 
-from ezpz_llm.layout.batch import option_of
-from ezpz_llm.layout.ds_config import names
-from ezpz_llm.model.config import MODELS
-from ezpz_llm.trainer.config import FIELDS
+from ezpz_llm.training.layout.batch import option_of
+from ezpz_llm.training.layout.ds_config import names
+from ezpz_llm.training.model.config import MODELS
+from ezpz_llm.training.trainer.config import FIELDS
 
 ASK = """
 complete() { :; }

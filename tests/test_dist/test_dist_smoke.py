@@ -19,10 +19,10 @@ from slowness import scaled
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.dist import Dist
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.test_dist.options import check, parser
 from ezpz_llm.test_dist.reductions import ACROSS, MAX_PAIRS, SAME, measure_reductions, pair_up
+from ezpz_llm.training.dist import Dist
 
 COMMAND = ["-m", "ezpz_llm.test_dist"]
 ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()

@@ -20,9 +20,9 @@ from slowness import scaled
 from ezpz_llm import Callback
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
-from ezpz_llm.trainer.callbacks.callback_checks import register
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.trainer.callbacks.callback_checks import register
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32", "--device",

@@ -9,9 +9,9 @@ import pytest
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import update_record
 from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
-from ezpz_llm.trainer.check_report import memory_warning, was_checked_by_launch
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.training.trainer.check_report import memory_warning, was_checked_by_launch
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
 
 GB = 10**9
 

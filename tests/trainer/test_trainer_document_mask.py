@@ -14,8 +14,8 @@ from slowness import scaled
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import check_run
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import check_run
 
 SHAPE = ["--model", "tiny-llama", "--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--precision", "fp32",
          "--device", "cpu"]

@@ -15,14 +15,14 @@ import pytest
 from launch_runs import LONG
 from slowness import scaled
 
-from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.launcher.basics.messages import StopOrder, order_stop
 from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
-from ezpz_llm.observe import WallClock
-from ezpz_llm.report.runs import load_runs
-from ezpz_llm.trainer.early_end import SIGNALS, Agreed, EarlyEnd
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.training.observe import WallClock
+from ezpz_llm.training.report.runs import load_runs
+from ezpz_llm.training.trainer.early_end import SIGNALS, Agreed, EarlyEnd
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
 

@@ -11,13 +11,13 @@ import pytest
 from golden import check_golden
 
 from ezpz_llm.core.base.label_rows import align_rows
-from ezpz_llm.data.manifest import Manifest, Source, Split, Splits
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenizers import gpt2_entry
-from ezpz_llm.dist import Dist
-from ezpz_llm.trainer.first_screen import expected_end, first_screen
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.training.data.manifest import Manifest, Source, Split, Splits
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.data.tokenizers import gpt2_entry
+from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.trainer.first_screen import expected_end, first_screen
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
 
 RUNS = {
     "a laptop": ("--precision fp32", 1, "cpu"),

@@ -18,20 +18,20 @@ from places import HELPERS
 from poisoned_train import poisoned
 from slowness import scaled
 
-from ezpz_llm.checkpoint.manifest import complete_checkpoints, read_json
-from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record, update_record
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.report.runs import load_runs
-from ezpz_llm.trainer.config import TrainConfig
-from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
-from ezpz_llm.trainer.run import run
-from ezpz_llm.trainer.spike_detector import MIN_STEPS, SpikeDetector, SpikeState
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints, read_json
+from ezpz_llm.training.checkpoint.retention import find
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.report.runs import load_runs
+from ezpz_llm.training.trainer.config import TrainConfig
+from ezpz_llm.training.trainer.early_end import Agreed, EarlyEnd
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
+from ezpz_llm.training.trainer.run import run
+from ezpz_llm.training.trainer.spike_detector import MIN_STEPS, SpikeDetector, SpikeState
 
 SCRIPT = HELPERS / "poisoned_train.py"
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ezpz_llm.trainer import run_description
-from ezpz_llm.trainer.memory_estimate import memory_warning
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.training.trainer import run_description
+from ezpz_llm.training.trainer.memory_estimate import memory_warning
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
 
 
 def warning_for(words: str, node_gb: float, ranks: int = 2) -> str | None:

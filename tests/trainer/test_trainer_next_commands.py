@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ezpz_llm.trainer.next_commands import program
+from ezpz_llm.training.trainer.next_commands import program
 
 
 @pytest.mark.parametrize(("command", "again"), [

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from slowness import scaled
 
-from ezpz_llm.checkpoint.manifest import complete_checkpoints
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.evaluate import hellaswag
-from ezpz_llm.observe.profile import PythonProfile
-from ezpz_llm.trainer import run_result, step_end
-from ezpz_llm.trainer.callbacks import text_samples
-from ezpz_llm.trainer.callbacks.memory_watch import MemoryWatch
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.training.evaluate import hellaswag
+from ezpz_llm.training.observe.profile import PythonProfile
+from ezpz_llm.training.trainer import run_result, step_end
+from ezpz_llm.training.trainer.callbacks import text_samples
+from ezpz_llm.training.trainer.callbacks.memory_watch import MemoryWatch
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "4", "--precision", "fp32", "--device", "cpu",
@@ -43,7 +43,7 @@ def test_a_diverging_run_saves_and_ends_without_a_traceback(tmp_path: Path,
         seen.append(checkpoints(tmp_path))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ezpz_llm.trainer.loop.after_step", after_step)
+        patch.setattr("ezpz_llm.training.trainer.loop.after_step", after_step)
         code = run(parse([*SMALL, *DIVERGING, "--profile", "false", "--save-async", "false",
                           "--run-dir", str(tmp_path)]))
     shown = capsys.readouterr()

@@ -17,11 +17,11 @@ from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.schema import as_dataclass
 from ezpz_llm.core.rundir.value_source_record import Source
 from ezpz_llm.launcher.basics.check_report import CheckReport
-from ezpz_llm.layout.batch import option_of
-from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
-from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig
-from ezpz_llm.trainer.options import build_parser, dump, parse
-from ezpz_llm.trainer.plan import RANGES, check_run, plan_run
+from ezpz_llm.training.layout.batch import option_of
+from ezpz_llm.training.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
+from ezpz_llm.training.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig
+from ezpz_llm.training.trainer.options import build_parser, dump, parse
+from ezpz_llm.training.trainer.plan import RANGES, check_run, plan_run
 
 
 def test_command_line_beats_file_beats_preset_beats_recipe(tmp_path):
@@ -163,7 +163,7 @@ def test_help_has_each_option_once_in_the_sections_of_the_configuration():
 
 
 def test_options_import_no_torch():
-    code = "import sys, ezpz_llm.trainer.options as o; o.parse(['--steps', '5']); print('torch' in sys.modules)"
+    code = "import sys, ezpz_llm.training.trainer.options as o; o.parse(['--steps', '5']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(120), check=True)
     assert done.stdout.strip() == "False"

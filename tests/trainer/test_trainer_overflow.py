@@ -9,12 +9,12 @@ import pytest
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.engine import build
-from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.trainer import plan
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.engine import build
+from ezpz_llm.training.engine.precision import LossScale
+from ezpz_llm.training.layout.ds_config_blocks import DynamicScale
+from ezpz_llm.training.trainer import plan
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
          "--steps", "4", "--eval-tokens", "64", "--sample-tokens", "0", "--save-every", "-1", "--profile", "false",

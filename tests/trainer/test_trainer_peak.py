@@ -11,8 +11,8 @@ from launch_runs import launch
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir, read_lines
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
 
 LAYOUTS = {"ddp": 2, "zero1": 2, "zero3": 2, "fsdp2": 2, "tp2": 2, "pp2": 2, "pp2_tp2": 4}
 """Layouts to compare, with their numbers of ranks."""

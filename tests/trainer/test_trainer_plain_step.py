@@ -13,16 +13,16 @@ import torch
 from ezpz_llm.certify import plain_step
 from ezpz_llm.certify.plain_step import MicroBatch, Settings
 from ezpz_llm.core.rundir import RunDir, read_lines
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.samples import sample_windows
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.dist import Degrees
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.trainer.config import TrainConfig
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import dropout_seed, run
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.samples import sample_windows
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.dist import Degrees
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.model.init import init_weights
+from ezpz_llm.training.trainer.config import TrainConfig
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import dropout_seed, run
 
 LENGTH, MICRO, GLOBAL, STEPS, SEED, EVALUATED = 32, 2, 4, 6, 11, 64
 PEAK, FLOOR, WARMUP, CLIP, DECAY, EPS, BETAS = 2e-3, 2e-4, 2, 0.5, 0.1, 1e-4, (0.9, 0.95)

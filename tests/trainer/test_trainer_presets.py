@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.model.init import decay_counts
-from ezpz_llm.model.parameters import parameter_count
-from ezpz_llm.trainer.callbacks.selfcheck import expected_first_loss
-from ezpz_llm.trainer.check_report import effective_settings, setting_warnings, settings_by_source
-from ezpz_llm.trainer.config import FIELDS, PRESETS
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import RunPlan, plan_run
-from ezpz_llm.trainer.schedule import learning_rate
+from ezpz_llm.training.model.init import decay_counts
+from ezpz_llm.training.model.parameters import parameter_count
+from ezpz_llm.training.trainer.callbacks.selfcheck import expected_first_loss
+from ezpz_llm.training.trainer.check_report import effective_settings, setting_warnings, settings_by_source
+from ezpz_llm.training.trainer.config import FIELDS, PRESETS
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import RunPlan, plan_run
+from ezpz_llm.training.trainer.schedule import learning_rate
 
 # Preset: peak rate, tokens per step, steps, warm-up, end of the cosine, context, parameters with padded embedding.
 RUNS = {

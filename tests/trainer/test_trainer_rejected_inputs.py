@@ -13,13 +13,13 @@ import torch
 from launch_runs import launch
 from safetensors.torch import save_file
 
-from ezpz_llm.checkpoint import __main__ as checkpoint
+from ezpz_llm import checkpoint as checkpoint
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.tokenizers import CharTokenizer, to_entry
-from ezpz_llm.hf.config import stored_tensors, to_hf
-from ezpz_llm.hf.tokenizer import write_tokenizer
-from ezpz_llm.model.config import get_model_config
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.tokenizers import CharTokenizer, to_entry
+from ezpz_llm.training.hf.config import stored_tensors, to_hf
+from ezpz_llm.training.hf.tokenizer import write_tokenizer
+from ezpz_llm.training.model.config import get_model_config
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
 INDEX = "model.safetensors.index.json"

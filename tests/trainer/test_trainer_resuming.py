@@ -14,24 +14,24 @@ import pytest
 from launch_runs import launch, left_over, start
 from slowness import scaled
 
-from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.manifest import complete_checkpoints
-from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record, update_record
 from ezpz_llm.core.rundir.value_source_record import Source
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.layout import ops
-from ezpz_llm.layout.batch import option_of
 from ezpz_llm.train import main
-from ezpz_llm.trainer import loop
-from ezpz_llm.trainer.config import TrainConfig
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
-from ezpz_llm.trainer.recorded_settings import recorded_settings
-from ezpz_llm.trainer.resume import find_resume_point
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.checkpoint import find
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.training.checkpoint.state import read_state
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.layout import ops
+from ezpz_llm.training.layout.batch import option_of
+from ezpz_llm.training.trainer import loop
+from ezpz_llm.training.trainer.config import TrainConfig
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
+from ezpz_llm.training.trainer.recorded_settings import recorded_settings
+from ezpz_llm.training.trainer.resume import find_resume_point
+from ezpz_llm.training.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",

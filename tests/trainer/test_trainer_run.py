@@ -16,19 +16,19 @@ from places import HELPERS, ROOT
 from slowness import scaled
 
 from ezpz_llm.certify.cases import natural_worlds
-from ezpz_llm.checkpoint.manifest import complete_checkpoints
-from ezpz_llm.checkpoint.retention import find
-from ezpz_llm.checkpoint.state import read_state
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.core.rundir.value_source_record import Source
-from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.shards import TokenData
-from ezpz_llm.layout import ds_config
-from ezpz_llm.trainer.checkpoint_identity import check_identity
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.training.checkpoint.manifest import complete_checkpoints
+from ezpz_llm.training.checkpoint.retention import find
+from ezpz_llm.training.checkpoint.state import read_state
+from ezpz_llm.training.data.prepare import prepare
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.layout import ds_config
+from ezpz_llm.training.trainer.checkpoint_identity import check_identity
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
 SMALL = ["--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048", "--sample-tokens", "20",

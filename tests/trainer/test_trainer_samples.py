@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.trainer.device_copy import to_device
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.trainer.device_copy import to_device
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64", "--block-size", "32",
          "--steps", "3", "--global-batch-size", "4", "--micro-batch-size", "2", "--eval-every", "0",

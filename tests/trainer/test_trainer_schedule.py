@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.trainer.check_report import setting_warnings
-from ezpz_llm.trainer.config import TrainConfig
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
-from ezpz_llm.trainer.schedule import learning_rate
+from ezpz_llm.training.trainer.check_report import setting_warnings
+from ezpz_llm.training.trainer.config import TrainConfig
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
+from ezpz_llm.training.trainer.schedule import learning_rate
 
 FULL = {0: 8.3916e-07, 1: 1.6783e-06, 200: 1.6867e-04, 201: 1.6951e-04, 714: 6.0000e-04, 715: 6.0000e-04,
         1000: 5.9968e-04, 5000: 5.3060e-04, 10364: 3.0831e-04, 19073: 6.0000e-05, 30000: 6.0000e-05}

@@ -10,22 +10,22 @@ import torch
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.engine import build, gradients
-from ezpz_llm.engine.precision import autocast_forward, parameter_dtype
-from ezpz_llm.layout.layout import Layout
-from ezpz_llm.layout.memory import Pass, activation_bytes, block_bytes
-from ezpz_llm.model.compile import recompute_blocks
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.document_mask import mask_documents
-from ezpz_llm.model.gpt import GPT, MLP
-from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
-from ezpz_llm.model.loss import configure_head
-from ezpz_llm.trainer import run as run_module
-from ezpz_llm.trainer.callbacks import selfcheck
-from ezpz_llm.trainer.callbacks.selfcheck import SelfChecks, check_reached, check_stepped, first_loss
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
-from ezpz_llm.trainer.run import run
+from ezpz_llm.training.engine import build, gradients
+from ezpz_llm.training.engine.precision import autocast_forward, parameter_dtype
+from ezpz_llm.training.layout.layout import Layout
+from ezpz_llm.training.layout.memory import Pass, activation_bytes, block_bytes
+from ezpz_llm.training.model.compile import recompute_blocks
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.document_mask import mask_documents
+from ezpz_llm.training.model.gpt import GPT, MLP
+from ezpz_llm.training.model.init import decay_counts, decay_groups, init_weights
+from ezpz_llm.training.model.loss import configure_head
+from ezpz_llm.training.trainer import run as run_module
+from ezpz_llm.training.trainer.callbacks import selfcheck
+from ezpz_llm.training.trainer.callbacks.selfcheck import SelfChecks, check_reached, check_stepped, first_loss
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
+from ezpz_llm.training.trainer.run import run
 
 SMALL = ["--n-layer", "2", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",

@@ -10,7 +10,7 @@ import time
 import pytest
 from slowness import scaled
 
-from ezpz_llm.trainer.callbacks.startup_report import durations
+from ezpz_llm.training.trainer.callbacks.startup_report import durations
 
 
 def test_durations_are_the_differences_of_marks() -> None:
@@ -52,17 +52,17 @@ raise SystemExit(code)
 """
 HEAVY = {"deepspeed", "mlflow", "wandb", "pandas", "pyarrow", "scipy", "transformers", "datasets", "mpi4py", "rich",
          "pyinstrument", "tensorboard", "ClusterShell", "torch._inductor.lowering", "torch.utils.tensorboard",
-         "ezpz_llm.engine.deepspeed_engine", "ezpz_llm.engine.torch_engine", "ezpz_llm.engine.fsdp2_engine",
-         "ezpz_llm.engine.pipeline_engine"}
+         "ezpz_llm.training.engine.deepspeed_engine", "ezpz_llm.training.engine.torch_engine", "ezpz_llm.training.engine.fsdp2_engine",
+         "ezpz_llm.training.engine.pipeline_engine"}
 """Modules that not every run needs; most cost a fraction of a second on every rank."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "used"), [
-    ("ddp", {"ezpz_llm.engine.torch_engine"}),
+    ("ddp", {"ezpz_llm.training.engine.torch_engine"}),
     # DeepSpeed's autotuner would import MLflow, its Muon torch's compiler.
-    ("zero1", {"deepspeed", "ezpz_llm.engine.deepspeed_engine"}),
-    ("zero3", {"deepspeed", "ezpz_llm.engine.deepspeed_engine"}),
+    ("zero1", {"deepspeed", "ezpz_llm.training.engine.deepspeed_engine"}),
+    ("zero3", {"deepspeed", "ezpz_llm.training.engine.deepspeed_engine"}),
 ])
 def test_a_run_imports_only_what_it_uses(tmp_path, layout, used) -> None:
     text = tmp_path / "text.txt"

@@ -7,7 +7,7 @@ import threading
 import pytest
 from slowness import scaled
 
-from ezpz_llm.trainer import startup_lines
+from ezpz_llm.training.trainer import startup_lines
 
 
 def test_a_long_start_up_prints_its_work_until_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

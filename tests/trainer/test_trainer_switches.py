@@ -14,23 +14,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine.precision import rounds_matmuls, set_tf32
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.model.attention import (
+from ezpz_llm.training.dist import Degrees, Dist, Mesh
+from ezpz_llm.training.engine.precision import rounds_matmuls, set_tf32
+from ezpz_llm.training.model.attention import (
     AttentionEnvironment,
     best_attention,
     check_attention,
     read_environment,
     use_attention,
 )
-from ezpz_llm.model.attention_kernels import attention_kernel
-from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import plan_run
-from ezpz_llm.trainer.run import make_engine
-from ezpz_llm.trainer.run_description import describe_attention
+from ezpz_llm.training.model.attention_kernels import attention_kernel
+from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.gpt import GPT
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.plan import plan_run
+from ezpz_llm.training.trainer.run import make_engine
+from ezpz_llm.training.trainer.run_description import describe_attention
 
 CPU = torch.device("cpu")
 SHAPE = ("--ds-config", "ddp", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--block-size", "32",

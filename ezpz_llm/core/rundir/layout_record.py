@@ -39,7 +39,7 @@ class LayoutRecord(Struct, frozen=True):
     """Content of layout.json."""
 
     layout: dict[str, Any] | None = None
-    """Settings of the layout, by name; see `ezpz_llm.layout.layout.Layout.from_record`."""
+    """Settings of the layout, by name; see `ezpz_llm.training.layout.layout.Layout.from_record`."""
     batch: Batch | None = None
     precision: str | None = None
     clip: float | None = None

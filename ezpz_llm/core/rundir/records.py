@@ -116,7 +116,7 @@ class Settings(Struct, frozen=True):
 
 
 class ModelSettings(Struct, frozen=True):
-    """Members of `model` in run.json that other commands read; see `ezpz_llm.model.config.ModelConfig`."""
+    """Members of `model` in run.json that other commands read; see `ezpz_llm.training.model.config.ModelConfig`."""
 
     block_size: Count | None = None
     dropout: float | None = None

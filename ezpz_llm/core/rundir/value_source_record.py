@@ -8,7 +8,7 @@ from ezpz_llm.core.base.records import Whole
 
 
 class Source(Struct, frozen=True, omit_defaults=True):
-    """Source of a value; see `ezpz_llm.layout.value_source.ValueSource`.
+    """Source of a value; see `ezpz_llm.training.layout.value_source.ValueSource`.
 
     Attributes:
         origin: a value of `Origin`, such as "preset".

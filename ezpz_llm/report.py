@@ -1,0 +1,18 @@
+"""Plot loss and throughput of one or more runs, in the terminal and as an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ezpz_llm.core.base import run_command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    from ezpz_llm.training.report.command import main as run
+
+    return run(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

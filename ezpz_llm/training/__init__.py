@@ -1,0 +1,1 @@
+"""Training: ranks, data, models, layouts, engines, checkpoints, and the loop."""

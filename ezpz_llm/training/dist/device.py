@@ -1,0 +1,162 @@
+"""Choice of a rank's device, and checks that ranks do not share devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from ezpz_llm.core.base import UserError, count_noun, unknown_name_error
+from ezpz_llm.launcher.basics.devices import MASKS
+from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.training.dist.backends import DEVICES
+
+
+def choose_device(asked: str | None, info: RankInfo) -> torch.device:
+    """Select and return this rank's device: of the requested type, or of the best available type.
+
+    Its index is 0 if only one device is visible (many schedulers mask the other devices), else the local rank.
+
+    Raises:
+        UserError: the type is unknown or unavailable, the node has fewer devices than ranks, or the type is "auto"
+            and the node has GPUs that torch cannot use.
+    """
+    if asked in (None, "auto"):
+        kind = _best()
+        if kind == "cpu":
+            reject_unusable_gpus(os.environ)
+    else:
+        kind = asked
+    if kind not in DEVICES:
+        raise unknown_name_error("device", kind, [*DEVICES, "auto"], where="--device")
+    count = _count(kind)
+    if count == 0:
+        raise UserError(f"no {kind} device is visible to this process", where="--device",
+                        instead="--device cpu, or a job that allocates devices")
+    if not DEVICES[kind].own:
+        return torch.device(kind)
+    device = torch.device(kind, device_index(kind, count, info))
+    if kind == "cuda":
+        _expand_segments(os.environ)
+    torch.get_device_module(device).set_device(device)
+    return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until this rank's device has finished its work. Returns at once for a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Return the size of a device's own memory in bytes, or None if it uses CPU memory."""
+    if device.type not in DEVICES or not DEVICES[device.type].own:
+        return None
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+def device_index(kind: str, count: int, info: RankInfo) -> int:
+    """Return this rank's index among `count` visible devices.
+
+    Raises:
+        UserError: the local rank has no device, because the node has fewer devices than ranks.
+    """
+    if count == 1:
+        return 0
+    if info.local_rank >= count:
+        raise UserError(f"local rank {info.local_rank} has no device: {count_noun(count, f'{kind} device')} for "
+                        f"{info.local_size} ranks on this node",
+                        instead=f"at most {count_noun(count, 'rank')} per node (launch --ppn {count})")
+    return info.local_rank
+
+
+def reject_unusable_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
+    """Check that the node has no visible GPU that torch cannot use: the run would silently use the CPU.
+
+    AMD's driver also lists integrated graphics of desktop CPUs, so it is checked only with a ROCm build of torch.
+
+    Raises:
+        UserError: torch cannot use the GPU. The message names the driver's files and torch's build.
+    """
+    if any(not env[name].strip() or env[name].strip() == "-1" for name in MASKS if name in env):
+        return
+    driver_files = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("dev/nvidia[0-9]*")]
+    if torch.version.hip:
+        driver_files += root.glob("dev/kfd")
+    if not driver_files:
+        return
+    cuda, hip = torch.version.cuda, torch.version.hip
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPUs"
+    raise UserError(f"this node has a GPU that torch cannot use: torch {torch.__version__} is built for {build}",
+                    where=f"{driver_files[0]}, and --device auto",
+                    instead="a torch build that supports the driver (ezpz-llm doctor compares them), or --device "
+                            "cpu to use the CPU intentionally")
+
+
+def _expand_segments(env: MutableMapping[str, str]) -> None:
+    """Set expandable_segments for the CUDA allocator, unless the user has configured the allocator.
+
+    Gathered parameters have many sizes and would fragment fixed segments. PYTORCH_CUDA_ALLOC_CONF, the older name
+    of the variable, is the only one that works in all versions: torch 2.6 does not know PYTORCH_ALLOC_CONF, and
+    torch 2.9 ignores expandable_segments in it. torch reads the variable at the first allocation. Not set on ROCm,
+    where allocations can hang with expandable segments.
+    """
+    if torch.version.hip is None and not any(f"PYTORCH_{kind}ALLOC_CONF" in env for kind in ("", "CUDA_", "HIP_")):
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _best() -> str:
+    return next(kind for kind in DEVICES if _count(kind))
+
+
+def _count(kind: str) -> int:
+    if kind == "cpu":
+        return 1
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module = getattr(torch, kind)
+    return module.device_count() if module.is_available() else 0
+
+
+def device_identity(device: torch.device) -> str | None:
+    """Return an identifier of the physical device; None if ranks may share it, or torch does not provide one."""
+    if not DEVICES[device.type].own:
+        return None
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    # Tiles of a card report the same UUID. The rank's mask or the device index distinguishes them.
+    part = f" {os.environ.get('ZE_AFFINITY_MASK', '')}/{device.index or 0}" if DEVICES[device.type].parts else ""
+    if uuid := getattr(properties, "uuid", None):
+        return f"{uuid}{part}"
+    pci_ids = [getattr(properties, f"pci_{field}_id", None) for field in ("domain", "bus", "device")]
+    if None in pci_ids:
+        return None
+    return "PCI " + ":".join(f"{number:0{width}x}" for number, width in zip(pci_ids, (4, 2, 2), strict=True)) + part
+
+
+def claim_device(store: Store, host: str, kind: str, identity: str | None, rank: int) -> None:
+    """Register a rank's device in the store, to detect ranks that share a device.
+
+    Args:
+        identity: result of `device_identity`; None if ranks may share the device.
+
+    Raises:
+        UserError: another rank of this node has the same device, or another rank uses a different device type.
+    """
+    first = store.compare_set("device/type", "", kind).decode()
+    if first != kind:
+        raise UserError(f"rank {rank} on {host} uses {kind}, but other ranks use {first}", where="visible devices",
+                        instead="the same type on every node: "
+                                f"--device {'cpu' if 'cpu' in (first, kind) else first}")
+    if identity is None:
+        return
+    key = f"device/{host}/{identity}"
+    if store.add(f"{key}/ranks", 1) == 1:
+        store.set(f"{key}/owner", str(rank))
+        return
+    lower, higher = sorted((int(store.get(f"{key}/owner")), rank))
+    raise UserError(f"ranks {lower} and {higher} on {host} share one device ({identity})",
+                    instead="one rank per device (launch --ppn), or a device mask that differs for each rank")

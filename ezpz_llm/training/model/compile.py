@@ -1,0 +1,50 @@
+"""torch.compile and activation checkpointing, block by block."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from ezpz_llm.training.dist.private_names import compile_times
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block in place, and the head's chunked loss if this part of the model has a head.
+
+    Names and parameters do not change, and all blocks share one compiled graph. Compiling blocks instead of the
+    whole model compiles one small graph instead of L copies, and lets engines gather parameters and communicate
+    between blocks. The default mode captures no CUDA graphs, whose reused output memory would break gradient
+    accumulation.
+    """
+    for block in model.transformer["h"]:
+        block.compile()
+    if hasattr(model, "lm_head"):
+        model.lm_head.compiled = True
+
+
+def seconds_compiling() -> float:
+    """Return the seconds of torch.compile in this process so far, for forward and backward passes."""
+    return compile_times().get("total_wall_time", 0.0)
+
+
+def eager() -> AbstractContextManager[None]:
+    """Make compiled modules run eagerly, for evaluation, whose different shapes would trigger recompilation."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def recompute_blocks(model: nn.Module, every: int) -> None:
+    """Enable activation checkpointing for every `every`-th block (0: none).
+
+    See Chen et al. 2016, arXiv:1604.06174. Call this before an engine wraps the blocks, so that parameters that the
+    engine gathers for a block are available in both passes.
+
+    Args:
+        model: a GPT or a stage of one. Blocks are counted from the first block of the whole model.
+    """
+    if not every:
+        return
+    for number, block in model.transformer["h"].named_children():
+        if (int(number) + 1) % every == 0:
+            block.recomputes = True
