@@ -37,10 +37,10 @@ from typing import Any
 import coverage
 from certify_coverage_reasons import REASONS
 
-from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cases import all_cases
 from ezpz_llm.core.rundir import write_json
 from ezpz_llm.training.layout import ds_config
+from ezpz_llm.verify.certify import recipe
+from ezpz_llm.verify.certify.cases import all_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 START = ROOT / "benchmarks" / "coverage_start"

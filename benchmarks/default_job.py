@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.certify.cases import natural_worlds
 from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.training.layout import ds_config
+from ezpz_llm.verify.certify.cases import natural_worlds
 
 TIMEOUT_S = 1200
 

@@ -172,7 +172,7 @@ def _define(folder: Path, found: Path, topic: str | None) -> None:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
     importlib.import_module("torch").set_num_threads(1)
-    definitions = importlib.import_module("ezpz_llm.certify.definitions")
+    definitions = importlib.import_module("ezpz_llm.verify.certify.definitions")
     assert Path(definitions.__file__ or "").is_relative_to(folder)
     if topic is not None:
         vars(definitions)["TOPICS"] = {topic: definitions.TOPICS[topic]}

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.core.rundir import write_json
-from ezpz_llm.scaling.efficiency import CONFIDENCE, curves_of, estimate, points_of, ratio
-from ezpz_llm.scaling.fit import extrapolate, fit_curve
+from ezpz_llm.verify.scaling.efficiency import CONFIDENCE, curves_of, estimate, points_of, ratio
+from ezpz_llm.verify.scaling.fit import extrapolate, fit_curve
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/helpers"))
 from scale_laws import Law, noisy, study

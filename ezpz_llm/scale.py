@@ -10,14 +10,14 @@ from ezpz_llm.core.base import run_command
 def main(argv: Sequence[str]) -> int:
     """Run a study (`scale …`), or one of `scale report`, `scale compare` and `scale paper`."""
     if argv and argv[0] == "paper":
-        from ezpz_llm.scaling.paper import main as paper
+        from ezpz_llm.verify.scaling.paper import main as paper
 
         return paper(argv[1:])
     if argv and argv[0] in ("report", "compare"):
-        from ezpz_llm.scaling.study_report import compare_main, report_main
+        from ezpz_llm.verify.scaling.study_report import compare_main, report_main
 
         return (report_main if argv[0] == "report" else compare_main)(argv[1:])
-    from ezpz_llm.scaling.command import main as study
+    from ezpz_llm.verify.scaling.command import main as study
 
     return study(argv)
 

@@ -135,11 +135,11 @@ def _ranks() -> str:
 
 
 _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "ezpz_llm.certify.case": {
+    "ezpz_llm.verify.certify.case": {
         "certify_case": _within(lambda case, *_: f"case {case.world} {case.layout} {case.model} {case.dtype}")},
-    "ezpz_llm.certify.reference": {"make_reference": _unmeasured},
-    "ezpz_llm.certify.uncovered_paths": {"check_paths": _within(lambda *_: "one process")},
-    "ezpz_llm.certify.thread_ranks": {"run_ranks": _within(lambda *_: "threads")},
+    "ezpz_llm.verify.certify.reference": {"make_reference": _unmeasured},
+    "ezpz_llm.verify.certify.uncovered_paths": {"check_paths": _within(lambda *_: "one process")},
+    "ezpz_llm.verify.certify.thread_ranks": {"run_ranks": _within(lambda *_: "threads")},
     "torch.distributed.distributed_c10d": {
         "init_process_group": _after(_ranks), "destroy_process_group": _after(lambda: ALONE)},
 }

@@ -45,7 +45,7 @@ def cell(layout: str, world: int, model: str = "gpt2", dtype: str = "fp32") -> C
 
 @dataclass(frozen=True)
 class Definitions:
-    """Definitions that certify checks first (`ezpz_llm/certify/definitions.py`).
+    """Definitions that certify checks first (`ezpz_llm/verify/certify/definitions.py`).
 
     Attributes:
         topic: the topic whose check should fail; only this one is run.

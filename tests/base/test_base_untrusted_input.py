@@ -15,7 +15,7 @@ from ezpz_llm.core.base import untrusted_input
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.schema import Range, as_dataclass, as_type
 from ezpz_llm.core.rundir.files import hash_file
-from ezpz_llm.explain.trace import load_trace
+from ezpz_llm.verify.explain.trace import load_trace
 
 DEEP = 100_000
 

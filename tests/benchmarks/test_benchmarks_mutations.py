@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from ezpz_llm.certify.definitions import TOPICS
 from ezpz_llm.training.layout import ds_config
+from ezpz_llm.verify.certify.definitions import TOPICS
 
 
 @pytest.fixture

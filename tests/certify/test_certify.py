@@ -17,9 +17,17 @@ from msgspec import structs
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.case import Observed, dtype_findings, published_traffic, theoretical_numbers
-from ezpz_llm.certify.cases import (
+from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.core.base.records import as_plain, as_record
+from ezpz_llm.training.layout import ds_config, ops
+from ezpz_llm.training.layout.knobs import KNOBS
+from ezpz_llm.training.layout.memory import memory_per_rank
+from ezpz_llm.training.layout.precision_recipes import GradientDtypes
+from ezpz_llm.training.layout.suggestions import shipped_layouts
+from ezpz_llm.training.model.parameters import parameter_count, parameter_shapes
+from ezpz_llm.verify.certify import recipe, verdict
+from ezpz_llm.verify.certify.case import Observed, dtype_findings, published_traffic, theoretical_numbers
+from ezpz_llm.verify.certify.cases import (
     Case,
     all_cases,
     natural_worlds,
@@ -31,8 +39,8 @@ from ezpz_llm.certify.cases import (
     resolve_case,
     split_runnable,
 )
-from ezpz_llm.certify.injected_faults import FAULTS
-from ezpz_llm.certify.records import (
+from ezpz_llm.verify.certify.injected_faults import FAULTS
+from ezpz_llm.verify.certify.records import (
     CaseResult,
     CertificateRecord,
     KindTraffic,
@@ -45,16 +53,8 @@ from ezpz_llm.certify.records import (
     SummaryNoise,
     Worst,
 )
-from ezpz_llm.certify.reference import Trajectory, certain_texts, check_gradients
-from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, basis, closing_text, write_docs
-from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.core.base.records import as_plain, as_record
-from ezpz_llm.training.layout import ds_config, ops
-from ezpz_llm.training.layout.knobs import KNOBS
-from ezpz_llm.training.layout.memory import memory_per_rank
-from ezpz_llm.training.layout.precision_recipes import GradientDtypes
-from ezpz_llm.training.layout.suggestions import shipped_layouts
-from ezpz_llm.training.model.parameters import parameter_count, parameter_shapes
+from ezpz_llm.verify.certify.reference import Trajectory, certain_texts, check_gradients
+from ezpz_llm.verify.certify.report import BEGIN, END, all_passed, as_json, basis, closing_text, write_docs
 
 
 def planned(*arguments: str, world_size: int | None = None):
@@ -62,7 +62,7 @@ def planned(*arguments: str, world_size: int | None = None):
 
 
 def test_planning_imports_no_torch(tmp_path: Path) -> None:
-    program = ("import sys; from ezpz_llm.certify.command import main; "
+    program = ("import sys; from ezpz_llm.verify.certify.command import main; "
                "code = main(['--check', '--layouts', 'ddp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
     process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
@@ -372,7 +372,7 @@ def test_among_several_ranks_the_first_beyond_the_bound_is_named() -> None:
 
 def test_a_case_with_a_missing_op_does_not_pass() -> None:
     work = planned("--layouts", "ddp", "--world", "1")
-    from ezpz_llm.certify.cases import Skipped
+    from ezpz_llm.verify.certify.cases import Skipped
 
     missing = Skipped(work.cases[0], "not built (type: ezpz-llm doctor --build-ops cpu_adam)", illegal=False)
     assert not all_passed([result()], [missing])

@@ -11,19 +11,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from ezpz_llm.certify import (
-    architectures,
-    definitions,
-    dropout_masks,
-    initial_weights,
-    loss_scaling,
-    muon_step,
-    schedule_rates,
-    tensor_parts,
-    trainer_run,
-    wide_sums,
-)
-from ezpz_llm.certify.local_launches import read_definition_outcomes
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.checkpoint import reader, retention
 from ezpz_llm.training.checkpoint.saver import CpuMemory
@@ -38,6 +25,19 @@ from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.tensor_parallel import RankedDropout
 from ezpz_llm.training.trainer import loop, run
 from ezpz_llm.training.trainer.schedule import SCHEDULES
+from ezpz_llm.verify.certify import (
+    architectures,
+    definitions,
+    dropout_masks,
+    initial_weights,
+    loss_scaling,
+    muon_step,
+    schedule_rates,
+    tensor_parts,
+    trainer_run,
+    wide_sums,
+)
+from ezpz_llm.verify.certify.local_launches import read_definition_outcomes
 
 update_scale, samples, state_of = LossScale.update, loop.micro_batches, run.resume_from_checkpoint
 scale_gradients, init_dropout = gradients._scale_gradients, RankedDropout.__init__

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ezpz_llm.certify import one_process, reference
-from ezpz_llm.certify.injected_faults import FAULTS
-from ezpz_llm.certify.one_process import Comparison, Spread
-from ezpz_llm.certify.uncovered_paths import observe
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist import Degrees, Dist, Mesh
 from ezpz_llm.training.engine.base import Engine
+from ezpz_llm.verify.certify import one_process, reference
+from ezpz_llm.verify.certify.injected_faults import FAULTS
+from ezpz_llm.verify.certify.one_process import Comparison, Spread
+from ezpz_llm.verify.certify.uncovered_paths import observe
 
 SHARED = [name for name, fault in FAULTS.items() if fault.shared]
 TOO_SMALL = {("mask-beyond-64", "bf16"): "forward"}

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ezpz_llm.certify import plain_step
-from ezpz_llm.certify.plain_step import ARITHMETIC, EXACT, IGNORED, Settings, Tensors
 from ezpz_llm.training.model.config import ModelConfig, get_model_config
 from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.init import init_weights
 from ezpz_llm.training.model.loss import configure_head
 from ezpz_llm.training.trainer import schedule
 from ezpz_llm.training.trainer.config import RunConfig
+from ezpz_llm.verify.certify import plain_step
+from ezpz_llm.verify.certify.plain_step import ARITHMETIC, EXACT, IGNORED, Settings, Tensors
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 29, "vocab_multiple": 8,
          "dropout": 0.0}

@@ -16,12 +16,12 @@ from launch_runs import clean_env, launch
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cases import load_layout, paths_worlds
-from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.training.layout import ds_config
 from ezpz_llm.training.layout.ops import is_built, needed_ops
 from ezpz_llm.training.model.parameters import parameter_shapes
+from ezpz_llm.verify.certify import recipe
+from ezpz_llm.verify.certify.cases import load_layout, paths_worlds
+from ezpz_llm.verify.certify.injected_faults import FAULTS
 
 ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()
        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")}

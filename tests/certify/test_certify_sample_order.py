@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ezpz_llm.certify import sample_order
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.data import samples
 from ezpz_llm.training.data.samples import Batches, ReadAhead, ValidationWindows
+from ezpz_llm.verify.certify import sample_order
 
 windows, places, micro_batches, batches = (
     samples.sample_windows, samples.draw_streams, Batches.micro_batches, ValidationWindows.batches)

@@ -16,14 +16,14 @@ from places import ROOT, TESTS
 from rank_jobs import results_of
 from slowness import scaled
 
-from ezpz_llm.certify import command as certify_main, target_file
-from ezpz_llm.certify.cases import parser, plan
-from ezpz_llm.certify.recheck import compare, read_certificate
-from ezpz_llm.certify.records import CertificateRecord
-from ezpz_llm.certify.target_file import LAYOUTS, find_target, load
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.base.untrusted_input import read_bytes
+from ezpz_llm.verify.certify import command as certify_main, target_file
+from ezpz_llm.verify.certify.cases import parser, plan
+from ezpz_llm.verify.certify.recheck import compare, read_certificate
+from ezpz_llm.verify.certify.records import CertificateRecord
+from ezpz_llm.verify.certify.target_file import LAYOUTS, find_target, load
 
 pytestmark = pytest.mark.timeout(900)
 TARGETS = TESTS / "helpers" / "targets.py"
@@ -315,7 +315,7 @@ def planned(*arguments: str):
 
 
 def test_a_target_is_planned_without_torch() -> None:
-    program = ("import sys; from ezpz_llm.certify.command import main; "
+    program = ("import sys; from ezpz_llm.verify.certify.command import main; "
                f"code = main(['--check', '--target', '{TARGETS}:mlp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,

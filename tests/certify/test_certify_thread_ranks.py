@@ -10,9 +10,9 @@ from slowness import scaled
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ezpz_llm.certify import thread_ranks
-from ezpz_llm.certify.thread_ranks import RanksError, ThreadMesh, run_ranks
 from ezpz_llm.training.dist import Degrees
+from ezpz_llm.verify.certify import thread_ranks
+from ezpz_llm.verify.certify.thread_ranks import RanksError, ThreadMesh, run_ranks
 
 
 @pytest.fixture(autouse=True)

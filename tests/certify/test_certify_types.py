@@ -23,8 +23,6 @@ try:
 except ImportError as error:
     pytest.skip(f"spmd_types cannot be imported ({error}): pip install 'ezpz_llm[types]'", allow_module_level=True)
 
-from ezpz_llm.certify import type_check, type_reduction
-from ezpz_llm.certify.command import main
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.engine import (
     fsdp2_engine,
@@ -38,6 +36,8 @@ from ezpz_llm.training.layout import ds_config
 from ezpz_llm.training.layout.layout import read_layout
 from ezpz_llm.training.model import embedding, gpt, loss, tensor_parallel, tp_collectives
 from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.verify.certify import type_check, type_reduction
+from ezpz_llm.verify.certify.command import main
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -265,7 +265,7 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_shares_no_code_with_the_numeric_comparison() -> None:
     folder = Path(type_check.__file__).parent
-    own = {f"ezpz_llm.certify.{path.stem}" for path in folder.glob("type_*.py")}
+    own = {f"ezpz_llm.verify.certify.{path.stem}" for path in folder.glob("type_*.py")}
     for path in folder.glob("*.py"):
         imported = set(re.findall(r"from (ezpz_llm\.certify\.\w+) import", path.read_text()))
         if path.stem.startswith("type_"):

@@ -13,11 +13,11 @@ import pytest
 from launch_runs import cpu_seconds
 from slowness import scaled
 
-from ezpz_llm.check import doctor, software
 from ezpz_llm.core.base import count_noun
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launcher.basics.devices import Devices
 from ezpz_llm.training.layout import ops
+from ezpz_llm.verify.check import doctor, software
 
 
 def run_doctor(*words: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import sys
 from places import HELPERS
 from slowness import scaled
 
-from ezpz_llm.explain.split import slow_link
+from ezpz_llm.verify.explain.split import slow_link
 
 RANKS = HELPERS / "link_ranks.py"
 

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ezpz_llm.certify import plain_step
-from ezpz_llm.certify.injected_faults import FAULTS
-from ezpz_llm.certify.plain_step import IGNORED, MicroBatch, Settings
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist import Degrees, Dist, Mesh
@@ -20,6 +17,9 @@ from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.init import decay_groups, init_weights
+from ezpz_llm.verify.certify import plain_step
+from ezpz_llm.verify.certify.injected_faults import FAULTS
+from ezpz_llm.verify.certify.plain_step import IGNORED, MicroBatch, Settings
 
 SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 29, "vocab_multiple": 8,
          "dropout": 0.0}

@@ -13,15 +13,15 @@ from made_up_traces import MadeUp, of_all
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.rundir.records import Device, RunRecord
-from ezpz_llm.explain.causes import rank_causes
-from ezpz_llm.explain.counterfactual import command
-from ezpz_llm.explain.split import slow_link, split_traces
-from ezpz_llm.explain.trainer_run import Settings, TrainerRun
-from ezpz_llm.explain.without_collectives import main
 from ezpz_llm.training.layout.batch import Batch
 from ezpz_llm.training.layout.layout import Layout, ZeroOptions
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.observe.plots import bars_plot
+from ezpz_llm.verify.explain.causes import rank_causes
+from ezpz_llm.verify.explain.counterfactual import command
+from ezpz_llm.verify.explain.split import slow_link, split_traces
+from ezpz_llm.verify.explain.trainer_run import Settings, TrainerRun
+from ezpz_llm.verify.explain.without_collectives import main
 
 
 def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",
@@ -208,7 +208,7 @@ def test_a_counterfactual_starts_our_trainer_with_the_configuration_of_the_run(t
                           "min_lr": {"origin": "tenth", "detail": "lr"}}}
     arguments = command(as_record(RunRecord, record, "run.json"), tmp_path)
     assert arguments[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
-    assert arguments[9:13] == ["--", sys.executable, "-m", "ezpz_llm.explain.without_collectives"]
+    assert arguments[9:13] == ["--", sys.executable, "-m", "ezpz_llm.verify.explain.without_collectives"]
     assert arguments[13:16] == ["--ds-config=zero2", "--steps=5000", "--compile=true"]
     assert all(word.startswith("--") for word in arguments[13:]), "the record supplies only values of options"
     assert "--corpus=--run-dir=b; id" in arguments

@@ -13,8 +13,8 @@ from slowness import scaled
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.explain.counterfactual import run_counterfactual
 from ezpz_llm.training.data.manifest import Manifest, Shard, Source, Split, Splits, TokenizerEntry, _repair_advice
+from ezpz_llm.verify.explain.counterfactual import run_counterfactual
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "100"}
 # Steps of about 100 ms: in shorter steps, interference from other processes dominates.

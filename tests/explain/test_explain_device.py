@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from made_up_traces import MadeUp, of_all
 
-from ezpz_llm.explain.split import split_traces
+from ezpz_llm.verify.explain.split import split_traces
 
 _STORAGE = "(ncclDevKernelArgsStorage<4096ul>)"
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from ezpz_llm.explain.events import close_gaps, intersect, subtract, total, union, within
+from ezpz_llm.verify.explain.events import close_gaps, intersect, subtract, total, union, within
 
 ANY = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])),
                max_size=12)

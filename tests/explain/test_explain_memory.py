@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.explain import counterfactual
-from ezpz_llm.explain.diagnosis import check_sentences, crosschecks
 from ezpz_llm.training.engine.live_memory import resident_bytes
 from ezpz_llm.training.layout.layout import Layout, ZeroOptions
 from ezpz_llm.training.layout.memory import bucket_bytes, held_parameters
 from ezpz_llm.training.layout.precision_recipes import GradientDtype, GradientDtypes, deepspeed_entries
 from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.verify.explain import counterfactual
+from ezpz_llm.verify.explain.diagnosis import check_sentences, crosschecks
 
 MODEL = get_model_config("gpt2-124m")
 ZERO2 = Layout("zero2", "deepspeed", ZeroOptions(2))

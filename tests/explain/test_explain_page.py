@@ -17,12 +17,12 @@ from pages import check_page, figure_text
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir, write_json
-from ezpz_llm.explain import tables
-from ezpz_llm.explain.command import main
-from ezpz_llm.explain.counterfactual import StepsWithoutCollectives
-from ezpz_llm.explain.diagnosis import diagnose
-from ezpz_llm.explain.page import explain_page
 from ezpz_llm.training.observe.tables import Table
+from ezpz_llm.verify.explain import tables
+from ezpz_llm.verify.explain.command import main
+from ezpz_llm.verify.explain.counterfactual import StepsWithoutCollectives
+from ezpz_llm.verify.explain.diagnosis import diagnose
+from ezpz_llm.verify.explain.page import explain_page
 
 LAYOUT = {"name": "zero1", "engine": "deepspeed", "zero_stage": 1}
 BATCH = {"global_batch": 16, "micro_batch": 4, "accumulation": 1, "dp_size": 4}

@@ -20,12 +20,12 @@ from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
-from ezpz_llm.explain.command import main as explain
-from ezpz_llm.explain.counterfactual import read_steps_without_collectives
-from ezpz_llm.explain.diagnosis import diagnose
-from ezpz_llm.explain.split import split_run
-from ezpz_llm.explain.tables import step_bars
-from ezpz_llm.explain.trace import read_trace
+from ezpz_llm.verify.explain.command import main as explain
+from ezpz_llm.verify.explain.counterfactual import read_steps_without_collectives
+from ezpz_llm.verify.explain.diagnosis import diagnose
+from ezpz_llm.verify.explain.split import split_run
+from ezpz_llm.verify.explain.tables import step_bars
+from ezpz_llm.verify.explain.trace import read_trace
 
 RANKS = HELPERS / "explain_ranks.py"
 RESULT = ROOT / "benchmarks" / "results" / "explain_counterfactual.json"

@@ -10,11 +10,11 @@ from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.explain.events import kind_of
-from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
-from ezpz_llm.explain.tables import collectives_table
 from ezpz_llm.training.observe.tables import table_text
 from ezpz_llm.training.observe.traffic import call_traffic
+from ezpz_llm.verify.explain.events import kind_of
+from ezpz_llm.verify.explain.split import CATEGORIES, split_run, split_traces
+from ezpz_llm.verify.explain.tables import collectives_table
 
 
 def split_of(*traces):

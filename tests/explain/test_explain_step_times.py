@@ -14,14 +14,14 @@ from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir, append_line
 from ezpz_llm.core.rundir.records import Device, Environment, Load, RunRecord
-from ezpz_llm.explain.diagnosis import _low_share_advice, diagnose
-from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
-from ezpz_llm.explain.trainer_run import Settings, TrainerRun
 from ezpz_llm.training.layout.batch import Batch
 from ezpz_llm.training.layout.layout import Layout
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.observe.history import make_history
 from ezpz_llm.training.observe.machine_load import MachineLoad, load_now, recorded_load
+from ezpz_llm.verify.explain.diagnosis import _low_share_advice, diagnose
+from ezpz_llm.verify.explain.step_times import StepTimes, step_time_causes, step_times
+from ezpz_llm.verify.explain.trainer_run import Settings, TrainerRun
 
 STEPS = 200
 

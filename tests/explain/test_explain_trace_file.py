@@ -11,9 +11,9 @@ import pytest
 
 from ezpz_llm.core.base import untrusted_input
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.explain import trace
-from ezpz_llm.explain.events import Event
-from ezpz_llm.explain.trace import load_trace, read_trace
+from ezpz_llm.verify.explain import trace
+from ezpz_llm.verify.explain.events import Event
+from ezpz_llm.verify.explain.trace import load_trace, read_trace
 
 EVENT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 2, "ts": 5.5, "dur": 1.25,
          "args": {"External id": 7, "correlation": 3, "Input Dims": [[1, 2]]}}

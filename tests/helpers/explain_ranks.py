@@ -13,10 +13,10 @@ from pathlib import Path
 
 from planted_train import plant
 
-from ezpz_llm.explain.without_collectives import train
 from ezpz_llm.training.checkpoint.saver import Saver
 from ezpz_llm.training.data.samples import Batches
 from ezpz_llm.training.model.gpt import Block
+from ezpz_llm.verify.explain.without_collectives import train
 
 _SHORT = ("--steps", "14", "--trace-steps", "5", "--profile", "false", "--save-every", "-1", "--eval-tokens",
           "1024", "--sample-tokens", "0", "--log-every", "4", "--block-size", "128", "--loss-chunk", "0")

@@ -215,7 +215,7 @@ def _run(rng: Random, folder: Path, files: dict[str, Any]) -> RunDir:
 @kind
 def board(rng: Random, folder: Path) -> object:
     """Receive a message of a preflight's rank or rank 0."""
-    from ezpz_llm.check.messages import Introduction, Reply, Request, receive
+    from ezpz_llm.verify.check.messages import Introduction, Reply, Request, receive
 
     message, kind = rng.choice([({"rank": 1, "host": "n1"}, Introduction), ({"stage": "mpi", "group": ""}, Request),
                                 ({"stage": "ready", "answer": {"device": {}}}, Reply)])
@@ -269,10 +269,10 @@ def failuretexts(rng: Random, folder: Path) -> object:
 def foreignrun(rng: Random, folder: Path) -> object:
     """Read another user's run directory, in which any file may be hostile or special, with every command."""
     from ezpz_llm.checkpoint import main as checkpoint
-    from ezpz_llm.explain.command import main as explain
     from ezpz_llm.launcher.diagnosis.status import read_status
     from ezpz_llm.launcher.submit.state import find_state
     from ezpz_llm.training.report.command import main as report
+    from ezpz_llm.verify.explain.command import main as explain
     from ezpz_llm.watch import main as watch
     from ezpz_llm.why import main as why
 
@@ -630,7 +630,7 @@ TRAINING = ["launch", "--ppn", "2", "python3", "-m", "ezpz_llm.train", "--model"
 
 @kind
 def scalecli(rng: Random, folder: Path) -> object:
-    from ezpz_llm.scaling.options import parse
+    from ezpz_llm.verify.scaling.options import parse
 
     return parse(mutate.words(rng, ["--nodes", "1,2", "--repeats", "2", "--seed", "8", "--", *TRAINING]))
 
@@ -713,7 +713,7 @@ def toml(rng: Random, folder: Path) -> object:
 
 @kind
 def trace(rng: Random, folder: Path) -> object:
-    from ezpz_llm.explain.trace import read_trace
+    from ezpz_llm.verify.explain.trace import read_trace
 
     def event(name: str, ts: float, dur: float, cat: str = "user_annotation") -> dict[str, Any]:
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1, "args": {}}

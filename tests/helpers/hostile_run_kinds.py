@@ -101,10 +101,10 @@ def longnames(rng: Random, folder: Path) -> object:
     """Pass names with thousands of characters and numbers with thousands of digits to every command."""
     from ezpz_llm import checkpoint as checkpoint, watch, why
     from ezpz_llm.core.base import run_command
-    from ezpz_llm.explain import command as explain
     from ezpz_llm.training.report import command as report
     from ezpz_llm.training.trainer.options import parse
     from ezpz_llm.training.trainer.plan import plan_run
+    from ezpz_llm.verify.explain import command as explain
 
     length = rng.choice([250, 256, 300, 4095, 4096, 6000])
     name = rng.choice(["x" * length, "a/" * (length // 2), "hf:" + "x" * length, f"/{'x' * length}",

@@ -55,12 +55,12 @@ def study(rng: Random, folder: Path) -> object:
     """Report, compare, and continue another user's study. Its commands must not run."""
     from ezpz_llm.core.base import UserError
     from ezpz_llm.core.rundir import RunDir
-    from ezpz_llm.scaling.command import main
-    from ezpz_llm.scaling.findings import find
-    from ezpz_llm.scaling.page import findings_page
-    from ezpz_llm.scaling.paper import paragraph
-    from ezpz_llm.scaling.study import read_study, run_dir_of
-    from ezpz_llm.scaling.study_report import compare_main, findings_text
+    from ezpz_llm.verify.scaling.command import main
+    from ezpz_llm.verify.scaling.findings import find
+    from ezpz_llm.verify.scaling.page import findings_page
+    from ezpz_llm.verify.scaling.paper import paragraph
+    from ezpz_llm.verify.scaling.study import read_study, run_dir_of
+    from ezpz_llm.verify.scaling.study_report import compare_main, findings_text
 
     place = str(_study(rng, folder / "study"))
     way = rng.randrange(6)
@@ -99,11 +99,11 @@ _CERTIFICATE = {
 @kind
 def certificate(rng: Random, folder: Path) -> object:
     """Read a certificate, plan its command, and compare it with a new one."""
-    from ezpz_llm.certify.cases import parser, plan
-    from ezpz_llm.certify.recheck import compare, read_certificate
-    from ezpz_llm.certify.records import CertificateRecord
     from ezpz_llm.core.base import read_json
     from ezpz_llm.core.base.records import as_record
+    from ezpz_llm.verify.certify.cases import parser, plan
+    from ezpz_llm.verify.certify.recheck import compare, read_certificate
+    from ezpz_llm.verify.certify.records import CertificateRecord
 
     whole = {**_CERTIFICATE}
     if rng.random() < 0.5:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.certify.case import published_traffic
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.layout_record import read_layout_record
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.explain.events import subtract, total, union
-from ezpz_llm.explain.split import PAIRED, assign_exposed_time, find_waits
-from ezpz_llm.explain.trace import RankTrace, read_trace
-from ezpz_llm.explain.trainer_run import read_trainer_run
 from ezpz_llm.training.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
+from ezpz_llm.verify.certify.case import published_traffic
+from ezpz_llm.verify.explain.events import subtract, total, union
+from ezpz_llm.verify.explain.split import PAIRED, assign_exposed_time, find_waits
+from ezpz_llm.verify.explain.trace import RankTrace, read_trace
+from ezpz_llm.verify.explain.trainer_run import read_trainer_run
 
 _SCALAR = 8
 """Bytes of a single number."""

@@ -6,7 +6,7 @@ import io
 import json
 from typing import Any
 
-from ezpz_llm.explain.trace import RankTrace, parse_trace, rank_trace
+from ezpz_llm.verify.explain.trace import RankTrace, parse_trace, rank_trace
 
 MAIN, WORKER = 10, 20
 _START_US = 4.4e12  # timestamps in traces count from the boot of the node

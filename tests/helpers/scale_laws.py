@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.scaling.study import Repeat
+from ezpz_llm.verify.scaling.study import Repeat
 
 TOKENS = 256
 """Tokens in a sequence."""

@@ -11,12 +11,12 @@ from typing import Any
 from places import ROOT, TESTS
 from rank_jobs import take_runs
 
-from ezpz_llm.certify.cases import Case
-from ezpz_llm.certify.local_launches import Job, needed_references, read_reference_error
-from ezpz_llm.certify.target_file import find_target
-from ezpz_llm.certify.worker import run_job
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.training.dist import Dist
+from ezpz_llm.verify.certify.cases import Case
+from ezpz_llm.verify.certify.local_launches import Job, needed_references, read_reference_error
+from ezpz_llm.verify.certify.target_file import find_target
+from ezpz_llm.verify.certify.worker import run_job
 
 STEPS = 8
 FIVE_MODELS = ROOT / "examples/certify/five_models.py"

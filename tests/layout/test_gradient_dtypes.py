@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ezpz_llm.certify.case import published_traffic
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.training.layout import ops
@@ -16,6 +15,7 @@ from ezpz_llm.training.layout.precision_recipes import GradientDtypes
 from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.parameters import parameter_count
+from ezpz_llm.verify.certify.case import published_traffic
 
 TINY = get_model_config("tiny-gpt2")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from ezpz_llm.certify.case import published_traffic
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.package_data import data_dir
 from ezpz_llm.training.layout import ds_config, suggestions
@@ -19,6 +18,7 @@ from ezpz_llm.training.layout.layout import Layout, ZeroOptions
 from ezpz_llm.training.layout.memory import held_parameters, memory_per_rank
 from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.training.model.config import MODELS
+from ezpz_llm.verify.certify.case import published_traffic
 
 TINY = MODELS["tiny-gpt2"]
 HPZ2 = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.explain.causes import Cause
-from ezpz_llm.explain.command import _causes
-from ezpz_llm.explain.diagnosis import Diagnosis
 from ezpz_llm.training.observe.tables import table
 from ezpz_llm.training.report.command import _results
+from ezpz_llm.verify.explain.causes import Cause
+from ezpz_llm.verify.explain.command import _causes
+from ezpz_llm.verify.explain.diagnosis import Diagnosis
 
 ROWS = [["zero3 over the data-parallel group", "a fairly long explanation of what it is for", "123456789.25"],
         ["ddp", "short", "1.5"]]

@@ -16,8 +16,8 @@ from layout_links import Moved, moved, page_table
 from places import HELPERS, ROOT
 from simcluster.cluster import Cluster
 
-from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.training.observe.traffic import measured
+from ezpz_llm.verify.explain.diagnosis import diagnose
 
 PROGRAM = HELPERS / "traffic_layout_ranks.py"
 PAGE = ROOT / "benchmarks/results/traffic.md"

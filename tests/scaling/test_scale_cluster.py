@@ -21,8 +21,8 @@ from scale_runs import TRAIN
 from simcluster.cluster import Cluster, missing
 from slowness import scaled
 
-from ezpz_llm.scaling.study import Repeat, read_repeats
 from ezpz_llm.training.observe.traffic import measured, traffic_per_step
+from ezpz_llm.verify.scaling.study import Repeat, read_repeats
 
 # One rank per node: the simulated nodes share two cores.
 STUDY = ("--", "launch", "--ppn", "1", "python3", *TRAIN[1:], "--steps", "30", "--trace-steps", "3")

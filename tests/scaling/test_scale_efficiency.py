@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 from scale_laws import noisy, repeat, study
 
-from ezpz_llm.scaling.efficiency import Estimate, curves_of, estimate, points_of, ratio, student_t_quantile
-from ezpz_llm.scaling.superlinear import explain_superlinear
-from ezpz_llm.scaling.tables import interval_text
+from ezpz_llm.verify.scaling.efficiency import Estimate, curves_of, estimate, points_of, ratio, student_t_quantile
+from ezpz_llm.verify.scaling.superlinear import explain_superlinear
+from ezpz_llm.verify.scaling.tables import interval_text
 
 QUIET = {"runs": 1e-4, "within": 1e-4}
 

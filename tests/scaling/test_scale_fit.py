@@ -10,8 +10,8 @@ import pytest
 from scale_laws import repeat, study
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.scaling.efficiency import Curve, curves_of, points_of
-from ezpz_llm.scaling.fit import Fit, extrapolate, fit_curve
+from ezpz_llm.verify.scaling.efficiency import Curve, curves_of, points_of
+from ezpz_llm.verify.scaling.fit import Fit, extrapolate, fit_curve
 
 QUIET = {"runs": 1e-5, "within": 1e-5}
 

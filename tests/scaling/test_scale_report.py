@@ -23,14 +23,14 @@ from slowness import scaled
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.scale import main as scale_main
-from ezpz_llm.scaling.compare import compare, comparison_notes
-from ezpz_llm.scaling.efficiency import curves_of, points_of
-from ezpz_llm.scaling.findings import Findings, find
-from ezpz_llm.scaling.page import findings_page, scaling_figure
-from ezpz_llm.scaling.paper import paragraph, write_paper
-from ezpz_llm.scaling.report_record import report_record
-from ezpz_llm.scaling.study import Point, Study, add_repeat
-from ezpz_llm.scaling.study_report import findings_text, report_main
+from ezpz_llm.verify.scaling.compare import compare, comparison_notes
+from ezpz_llm.verify.scaling.efficiency import curves_of, points_of
+from ezpz_llm.verify.scaling.findings import Findings, find
+from ezpz_llm.verify.scaling.page import findings_page, scaling_figure
+from ezpz_llm.verify.scaling.paper import paragraph, write_paper
+from ezpz_llm.verify.scaling.report_record import report_record
+from ezpz_llm.verify.scaling.study import Point, Study, add_repeat
+from ezpz_llm.verify.scaling.study_report import findings_text, report_main
 
 SIZES = (1, 2, 4)
 

@@ -22,12 +22,12 @@ from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import RunDir, append_line, write_json
 from ezpz_llm.core.rundir.records import update_record
 from ezpz_llm.launcher.jobs.option_parsing import remove_options, value_of
-from ezpz_llm.scaling import study_runs
-from ezpz_llm.scaling.estimate import estimate
-from ezpz_llm.scaling.measurement import measure, untraced_steps
-from ezpz_llm.scaling.options import parse
-from ezpz_llm.scaling.planning import MEASURING, find_sizes, plan_study
-from ezpz_llm.scaling.study import (
+from ezpz_llm.verify.scaling import study_runs
+from ezpz_llm.verify.scaling.estimate import estimate
+from ezpz_llm.verify.scaling.measurement import measure, untraced_steps
+from ezpz_llm.verify.scaling.options import parse
+from ezpz_llm.verify.scaling.planning import MEASURING, find_sizes, plan_study
+from ezpz_llm.verify.scaling.study import (
     SPLIT,
     Point,
     Repeat,
@@ -40,7 +40,7 @@ from ezpz_llm.scaling.study import (
     run_dir_of,
     study_file,
 )
-from ezpz_llm.scaling.study_runs import remaining_runs
+from ezpz_llm.verify.scaling.study_runs import remaining_runs
 
 PLAIN = "python3 -m ezpz_llm.train"
 ENV = clean_env()

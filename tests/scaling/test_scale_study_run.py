@@ -15,7 +15,7 @@ from scale_runs import TRAIN, scale, start
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir, read_lines
-from ezpz_llm.scaling.study import SPLIT, Repeat, points_file, read_repeats, read_study
+from ezpz_llm.verify.scaling.study import SPLIT, Repeat, points_file, read_repeats, read_study
 
 # While the file exists, ranks of runs with two ranks exit with code 7.
 FAILING = """sh -c '[ "$EZPZ_LLM_WORLD_SIZE" = 2 ] && [ -e {} ] && exit 7; exec "$0" "$@"'"""

@@ -20,9 +20,9 @@ from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.test_dist.options import check, parser
-from ezpz_llm.test_dist.reductions import ACROSS, MAX_PAIRS, SAME, measure_reductions, pair_up
 from ezpz_llm.training.dist import Dist
+from ezpz_llm.verify.test_dist.options import check, parser
+from ezpz_llm.verify.test_dist.reductions import ACROSS, MAX_PAIRS, SAME, measure_reductions, pair_up
 
 COMMAND = ["-m", "ezpz_llm.test_dist"]
 ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()
@@ -35,7 +35,7 @@ FAULTY_RANK = """
 import sys, torch, torch.distributed as dist
 from ezpz_llm.core.base.errors import run_command
 from ezpz_llm.test_dist import run
-from ezpz_llm.test_dist.__main__ import main
+from ezpz_llm.test_dist import main
 original, measured = dist.all_reduce, run.held_out_loss
 def faulty(tensor, *args, **kwargs):
     return original(tensor.clone() if dist.get_rank() == 1 else tensor, *args, **kwargs)
@@ -266,7 +266,7 @@ def test_check_and_help_do_not_import_torch():
     for options in ("['--check', '--world-size', '4', '--ds-config', 'zero2']", "['--help']"):
         code = f"""
 import sys
-from ezpz_llm.test_dist.__main__ import main
+from ezpz_llm.test_dist import main
 try:
     print('code', main({options}))
 finally:

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from ezpz_llm.certify import plain_step
-from ezpz_llm.certify.plain_step import MicroBatch, Settings
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.training.data.prepare import prepare
 from ezpz_llm.training.data.samples import sample_windows
@@ -23,6 +21,8 @@ from ezpz_llm.training.model.init import init_weights
 from ezpz_llm.training.trainer.config import TrainConfig
 from ezpz_llm.training.trainer.options import parse
 from ezpz_llm.training.trainer.run import dropout_seed, run
+from ezpz_llm.verify.certify import plain_step
+from ezpz_llm.verify.certify.plain_step import MicroBatch, Settings
 
 LENGTH, MICRO, GLOBAL, STEPS, SEED, EVALUATED = 32, 2, 4, 6, 11, 64
 PEAK, FLOOR, WARMUP, CLIP, DECAY, EPS, BETAS = 2e-3, 2e-4, 2, 0.5, 0.1, 1e-4, (0.9, 0.95)

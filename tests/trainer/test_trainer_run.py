@@ -15,7 +15,6 @@ import pytest
 from places import HELPERS, ROOT
 from slowness import scaled
 
-from ezpz_llm.certify.cases import natural_worlds
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
@@ -29,6 +28,7 @@ from ezpz_llm.training.layout import ds_config
 from ezpz_llm.training.trainer.checkpoint_identity import check_identity
 from ezpz_llm.training.trainer.options import parse
 from ezpz_llm.training.trainer.plan import plan_run
+from ezpz_llm.verify.certify.cases import natural_worlds
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
 SMALL = ["--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048", "--sample-tokens", "20",
