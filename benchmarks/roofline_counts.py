@@ -1,10 +1,10 @@
 """Counts of kernels, bytes and FLOPs of an optimizer step of the trainer's program, without a device.
 
-The program is the engine of `ezpz_llm.training.trainer.run.make_engine`: model, loss, gradient norm, clipping and optimizer,
-with its real shapes, on torch's fake tensors, which have shapes but no storage. The tensors are on the CPU, since a
-build of torch without CUDA cannot run a backward pass on fake CUDA tensors. Three things are therefore forced: the
-model's code takes the branches of a GPU, attention uses the flash kernel that torch chooses on a GPU, and RMSNorm
-is one kernel, as on a GPU if its input and gain have the same dtype.
+The program is the engine of `ezpz_llm.training.trainer.run.make_engine`: model, loss, gradient norm, clipping and
+optimizer, with its real shapes, on torch's fake tensors, which have shapes but no storage. The tensors are on the
+CPU, since a build of torch without CUDA cannot run a backward pass on fake CUDA tensors. Three things are therefore
+forced: the model's code takes the branches of a GPU, attention uses the flash kernel that torch chooses on a GPU,
+and RMSNorm is one kernel, as on a GPU if its input and gain have the same dtype.
 
 Rules for counting:
 - Kernels: each operator that torch dispatches, unless it only creates a view or allocates memory. A fused or
@@ -262,7 +262,8 @@ def device_branches() -> Iterator[None]:
 
     The code compares the device type with "cpu": replace this constant in its functions by one that never matches.
     """
-    functions = {function: function.__code__ for prefix in ("ezpz_llm.training.model.", "ezpz_llm.training.engine.gradients")
+    functions = {function: function.__code__ for prefix
+                 in ("ezpz_llm.training.model.", "ezpz_llm.training.engine.gradients")
                  for function in _functions(prefix)}
     for function, code in functions.items():
         function.__code__ = _without_cpu(code)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "Run", "Target", "UserError", "Wrapped", "__version__", "finish", "load_checkpoint", "phase",
            "record", "save_checkpoint", "setup", "trainer_callback", "wrap"]
 
-_MODULES = {"Callback": "training.trainer.callbacks.callback", "UserError": "core.base", "__version__": "core.base.version",
-           "Target": "training.library.target", "trainer_callback": "training.library.hugging_face",
+_MODULES = {"Callback": "training.trainer.callbacks.callback", "UserError": "core.base",
+           "__version__": "core.base.version", "Target": "training.library.target",
+           "trainer_callback": "training.library.hugging_face",
            **dict.fromkeys(("Run", "finish", "phase", "record", "setup"), "training.library.run"),
            "Wrapped": "training.library.wrapped", "wrap": "training.library.wrapping",
            **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "training.library.checkpoints")}

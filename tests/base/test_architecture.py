@@ -106,10 +106,10 @@ def test_cycles_through_a_package_are_found():
     assert find_cycle({"p": "__getattr__ = lazy_names(__name__, {'x': 'a'})", "p.a": "from p import x"})
 
 
-SCHEDULER_CODE = ("launch/schedulers/", "launch/dialects/", "launch/ranks.py")
+SCHEDULER_CODE = ("launcher/jobs/schedulers/", "launcher/planning/dialects/", "launcher/basics/ranks.py")
 """Modules that may use names of schedulers, of their launchers, and of their variables."""
 OTHER_SCHEDULER_CODE = {
-    "launch/nested_launcher.py",  # recognizes any program that starts ranks in the user's command
+    "launcher/jobs/nested_launcher.py",  # recognizes any program that starts ranks in the user's command
 }
 
 
@@ -131,7 +131,7 @@ def test_only_schedulers_know_schedulers():
                   if not (name := str(path.relative_to(PACKAGE))).startswith(SCHEDULER_CODE)
                   and name not in OTHER_SCHEDULER_CODE
                   for line, word in scheduler_names_in(path.read_text())}
-    assert not violations, "add a member to Scheduler (launch/schedulers/scheduler.py), or a field to Dialect"
+    assert not violations, "add a member to Scheduler (launcher/jobs/schedulers/scheduler.py), or a field to Dialect"
     assert scheduler_names_in("scheduler == 'slurm'")
     assert scheduler_names_in("env['PBS_JOBID']")
     assert scheduler_names_in("launcher in ('mpiexec', 'srun')")
@@ -214,7 +214,7 @@ def test_private_attributes_of_other_libraries_are_in_the_tables():
     ours = STANDARD.union(*map(names_made_in, trees.values()))
     violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
                   for line, name in foreign_names_in(tree, ours) if name not in table_words}
-    assert not violations, "add it to ezpz_llm/training/dist/private_names.py, or layout/deepspeed_versions.py"
+    assert not violations, "add it to ezpz_llm/training/dist/private_names.py, or training/layout/deepspeed_versions.py"
     assert foreign_names_in(ast.parse("table.weight._hp_grad"), ours) == [(1, "_hp_grad")]
 
 

@@ -102,7 +102,8 @@ def test_messages_have_no_optional_plural():
 def test_exit_of_other_code_is_not_success(tmp_path: Path, code: str) -> None:
     """A plug-in or a library that calls sys.exit(0) must not make an unfinished command look successful."""
     (tmp_path / "other.py").write_text(f"import sys\ndef act(_):\n    sys.exit({code})\n")
-    program = "import other; from ezpz_llm.core.base import run_command; raise SystemExit(run_command(other.act, []))"
+    program = \
+        "import other; from ezpz_llm.core.base import run_command; raise SystemExit(run_command(other.act, []))"
     done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(tmp_path)},
                           text=True, capture_output=True, timeout=scaled(60), check=False)
     assert done.returncode == 1

@@ -13,9 +13,9 @@ from ezpz_llm.core.base import print_lines
 
 _PACKAGE = ROOT / "ezpz_llm"
 _EXCEPTIONS = {
-    "base/errors.py": "print_lines, and messages that str(UserError) has escaped",
+    "core/base/errors.py": "print_lines, and messages that str(UserError) has escaped",
     "watch.py": "moves the cursor to redraw its lines, which are escaped",
-    "observe/throughput.py": "redraws its line, which has only numbers",
+    "training/observe/throughput.py": "redraws its line, which has only numbers",
 }
 _IN_SCRIPTS = ("library", "engine")
 """Packages that print in a script's own process."""

@@ -81,7 +81,8 @@ def test_a_message_begins_with_the_key_of_the_value():
 
 
 def test_the_rank_shim_and_the_plan_of_launch_do_not_import_msgspec():
-    modules = "ezpz_llm.launcher.on_nodes.shim.__main__, ezpz_llm.launcher.on_nodes.shim.exit_record, ezpz_llm.launcher.running.command"
+    modules = ("ezpz_llm.launcher.on_nodes.shim.__main__, ezpz_llm.launcher.on_nodes.shim.exit_record, "
+               "ezpz_llm.launcher.running.command")
     done = subprocess.run([sys.executable, "-c", f"import sys, {modules}; print('msgspec' in sys.modules)"],
                           capture_output=True, text=True, check=True, timeout=scaled(120))
     assert done.stdout.strip() == "False"

@@ -340,7 +340,7 @@ def faulty_copy(folder: Path, path: str, right: str, wrong: str) -> dict[str, st
 def test_if_the_single_process_is_wrong_the_certificate_says_so_and_no_layout_is_compared(tmp_path: Path,
                                                                                           started: str) -> None:
     """certify.json is written in this case too."""
-    faulty = faulty_copy(tmp_path, "engine/base.py", "loss += micro_loss.detach() / accumulation",
+    faulty = faulty_copy(tmp_path, "training/engine/base.py", "loss += micro_loss.detach() / accumulation",
                          "loss = micro_loss.detach()")
     options = ("--layouts", "ddp", "--model", "tiny-gpt2", "--dtype", "fp32", "--steps", "3", "--json",
                "out/kept.json")
@@ -371,7 +371,7 @@ def test_if_the_single_process_is_wrong_the_certificate_says_so_and_no_layout_is
 def test_loaded_weights_that_do_not_reach_the_parameters_are_noticed(tmp_path: Path, layout: str,
                                                                      right: str) -> None:
     """The initial weights equal those of the checkpoint, so certify sets them to NaN first."""
-    faulty = faulty_copy(tmp_path, "engine/deepspeed_state.py", right, "pass")
+    faulty = faulty_copy(tmp_path, "training/engine/deepspeed_state.py", right, "pass")
     code, output, results = certify(tmp_path, "--layouts", layout, "--world", "2", "--model", "tiny-gpt2",
                                     "--dtype", "fp32", "--steps", "3", **faulty)
     assert code == 1, output

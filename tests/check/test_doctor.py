@@ -241,8 +241,9 @@ def test_an_op_is_built_with_progress_and_then_used(cache: Path) -> None:
     assert ops.is_built("cpu_adam")
     again = run_doctor("--build-ops", "cpu_adam")
     assert again.stdout.startswith("cpu_adam is built")
-    load = "from ezpz_llm.training.engine.deepspeed_import import *; import_deepspeed('cpu'); load_op('cpu_adam'); " \
-           "import torch, deepspeed; deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(3))])"
+    load = "from ezpz_llm.training.engine.deepspeed_import import *; import_deepspeed('cpu'); " \
+           "load_op('cpu_adam'); import torch, deepspeed; " \
+           "deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(3))])"
     subprocess.run([sys.executable, "-c", load], timeout=scaled(120), check=True)
 
 

@@ -392,7 +392,8 @@ def test_help_is_fast_and_torch_free() -> None:
     assert "--val-fraction" in data("prepare", "--help").stdout
     assert cpu_seconds() - began < scaled(1)
     process = subprocess.run(
-        [sys.executable, "-c", "import sys, ezpz_llm.training.data.prepare, ezpz_llm.training.data.samples, ezpz_llm.training.data.command;"
+        [sys.executable, "-c", "import sys, ezpz_llm.training.data.prepare, ezpz_llm.training.data.samples;"
+         "import ezpz_llm.training.data.command;"
          "print([name for name in ('torch', 'deepspeed', 'rich', 'pyarrow', 'datasets') if name in sys.modules])"],
         capture_output=True, text=True, timeout=scaled(60))
     assert process.stdout.strip() == "[]", process.stderr

@@ -80,7 +80,8 @@ def test_seed_out_of_range_is_rejected(stream):
 
 
 def test_seeds_and_heartbeats_need_no_torch():
-    code = "import sys, ezpz_llm.training.dist.seeds, ezpz_llm.training.dist.heartbeat, ezpz_llm.training.dist; print('torch' in sys.modules)"
+    code = ("import sys, ezpz_llm.training.dist.seeds, ezpz_llm.training.dist.heartbeat, ezpz_llm.training.dist; "
+            "print('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(120), check=True)
     assert done.stdout.strip() == "False"

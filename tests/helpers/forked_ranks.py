@@ -42,7 +42,7 @@ class Job:
                        for rank in range(len(self.pids)))
 
     def phase(self, rank: int) -> str:
-        """Return the phase that the rank reports (launch/variables.py); "" before the first report."""
+        """Return the phase that the rank reports (launcher/basics/variables.py); "" before the first report."""
         path = self._folder / f"heartbeat{rank}"
         return path.read_text().split("\n")[0] if path.exists() else ""
 

@@ -134,8 +134,9 @@ def test_a_holder_that_cannot_be_seen() -> None:
         pytest.skip("only root can look with another user's eyes")
     with _listening() as port:
         # In a child: pytest itself stays root.
-        script = f"import os; os.setuid(65534); print(ezpz_llm.launcher.basics.addresses.describe_port_holder({port}))"
-        done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launcher.basics.addresses; {script}"],
+        script = ("import os; from ezpz_llm.launcher.basics.addresses import describe_port_holder; "
+                  f"os.setuid(65534); print(describe_port_holder({port}))")
+        done = subprocess.run([sys.executable, "-c", script],
                               capture_output=True, text=True, timeout=scaled(120), check=True)
     assert done.stdout == "a process owned by root, which is not visible from here\n"
 

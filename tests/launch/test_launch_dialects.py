@@ -132,7 +132,8 @@ def test_long_host_lists_go_into_a_file() -> None:
 
 def test_binding_in_each_launchers_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
     # Open MPI numbers cores itself. For other nodes, the numbers come from the site, not from this machine.
-    monkeypatch.setattr("ezpz_llm.launcher.planning.dialects.openmpi.logical_cores", lambda: {1: 7, 2: 7, 3: 8, 4: 8, 5: 9})
+    monkeypatch.setattr("ezpz_llm.launcher.planning.dialects.openmpi.logical_cores",
+                        lambda: {1: 7, 2: 7, 3: 8, 4: 8, 5: 9})
     listed, depth, none = (_work(*_TWO, bound=kind) for kind in ("list", "depth", "none"))
     assert " -bind-to user:1+2+5,3+4 " in _words(_built("mpich", listed))
     assert "-bind-to" not in _words(_built("mpich", none))

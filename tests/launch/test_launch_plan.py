@@ -228,8 +228,9 @@ def test_notes_of_the_check_are_part_of_the_plan(tmp_path: Path) -> None:
 
 
 def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
-    program = "import sys; from ezpz_llm.launcher.running.command import main; main(['--dry-run', '-n', '2', 'hostname']);" \
-              " print('HEAVY', {'torch', 'numpy', 'mpi4py', 'deepspeed', 'psutil', 'rich'} & set(sys.modules))"
+    program = "import sys; from ezpz_llm.launcher.running.command import main; main(['--dry-run', '-n', '2', " \
+              "'hostname']); " \
+              "print('HEAVY', {'torch', 'numpy', 'mpi4py', 'deepspeed', 'psutil', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=clean_env(), capture_output=True,
                           text=True, timeout=scaled(60), check=True)
     assert "HEAVY set()" in done.stdout

@@ -47,8 +47,9 @@ def _shim(folder: Path, rank: int, size: int, *words: str, **env: str) -> subpro
                  "EZPZ_LLM_SECRET": new_secret(),
                  "EZPZ_LLM_WORLD_SIZE": str(size), "PMI_RANK": str(rank), "PMI_SIZE": str(size),
                  "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", **env}
-    return subprocess.run([sys.executable, "-m", "ezpz_llm.launcher.on_nodes.shim", "--", *words], env=clean_env(**variables),
-                          capture_output=True, text=True, timeout=scaled(60), check=False)
+    return subprocess.run([sys.executable, "-m", "ezpz_llm.launcher.on_nodes.shim", "--", *words],
+                          env=clean_env(**variables), capture_output=True, text=True, timeout=scaled(60),
+                          check=False)
 
 
 def test_each_line_is_whole_and_says_whose_it_is(tmp_path: Path) -> None:
@@ -387,11 +388,13 @@ def test_the_kernels_words(tmp_path: Path) -> None:
 
 def test_it_starts_quickly() -> None:
     """Shims start on thousands of nodes at once, and read their imports from a shared file system."""
-    done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import ezpz_llm.launcher.on_nodes.shim.__main__"],
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c",
+                           "import ezpz_llm.launcher.on_nodes.shim.__main__"],
                           capture_output=True, text=True, timeout=scaled(60), check=True)
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()[1:]}
     assert not modules & {"torch", "numpy", "asyncio", "logging", "argparse", "ssl", "multiprocessing", "tempfile"}
-    assert not {name for name in modules if name.startswith(("ezpz_llm.launcher.diagnosis", "ezpz_llm.launcher.planning.plan"))}
+    assert not {name for name in modules
+                if name.startswith(("ezpz_llm.launcher.diagnosis", "ezpz_llm.launcher.planning.plan"))}
     assert len(modules) < 170
 
 

@@ -133,8 +133,8 @@ def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
     ("bash: line 1: /x/bin/hydra_pmi_proxy: No such file or directory", "mpiexec", None),
     ("bash: line 1: orted: command not found", "mpiexec", None),
     ("/x/python3: No module named ezpz_llm.launch", "Python", None),
-    ("/x/python3: Error while finding module specification for 'ezpz_llm.launcher.on_nodes.shim' (ModuleNotFoundError: No"
-     " module named 'ezpz_llm')", "Python", None),
+    ("/x/python3: Error while finding module specification for 'ezpz_llm.launcher.on_nodes.shim' "
+     "(ModuleNotFoundError: No module named 'ezpz_llm')", "Python", None),
     ("slurmstepd: error: execve(): /x/python: No such file or directory", "Slurm", None),
     ("srun: error: Task launch for StepId=3.0 failed on node n2: Invalid job credential", "Slurm", "n2"),
 ])

@@ -61,8 +61,9 @@ def test_shipped_layouts_contain_no_run_settings(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_heavy_is_imported() -> None:
-    program = ("import sys; from ezpz_llm.training.layout.resolve import Request, resolve; resolve(Request('zero3', 4)); "
-               "import ezpz_llm.doctor; sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))")
+    program = ("import sys; from ezpz_llm.training.layout.resolve import Request, resolve; "
+               "resolve(Request('zero3', 4)); import ezpz_llm.doctor; "
+               "sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", program], timeout=scaled(60), check=False).returncode == 0
 
 

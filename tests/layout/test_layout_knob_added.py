@@ -20,13 +20,13 @@ from ezpz_llm.core.base.package_data import data_dir
 
 KEY = "stage3_use_all_reduce_for_fetch_params"
 _ADDED = {
-    "layout/layout.py": {
+    "training/layout/layout.py": {
         '"tiled", "shard_within"': ', "stays_gathered"',
         "    shard_within: int | None = None\n":
             "    fetches_by_all_reduce: bool = False\n    stays_gathered: bool = False\n",
         "_shard_within(config, shard_within, place)":
             f', zero.get("{KEY}", False), config.ours.get("stays_gathered", False)'},
-    "engine/fsdp2_engine.py": {
+    "training/engine/fsdp2_engine.py": {
         "fully_shard(block, mesh=mesh, mp_policy=policy":
             ", reshard_after_forward=not resolved.layout.zero.stays_gathered"},
 }

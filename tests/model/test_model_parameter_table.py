@@ -97,7 +97,7 @@ def test_part_of_a_block_needs_two_files():
     """
     package = ROOT / "ezpz_llm"
     assert {str(path.relative_to(package)) for path in package.rglob("*.py") if "qk_norm" in path.read_text()} == {
-        "model/config.py", "model/gpt.py", "hf/config.py"}
+        "training/model/config.py", "training/model/gpt.py", "training/hf/config.py"}
 
 
 def test_model_that_differs_from_the_table_is_rejected():

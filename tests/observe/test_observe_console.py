@@ -188,7 +188,8 @@ def test_short_steps_print_no_progress_in_a_log(capsys):
     ({"EZPZ_LLM_TERMINAL": "123", "COLUMNS": "60"}, True, 60), ({"EZPZ_LLM_TERMINAL": ""}, False, 80),
     ({"EZPZ_LLM_TERMINAL": "123", "EZPZ_LLM_RANK": "1"}, False, 80)])
 def test_rank_gets_its_terminal_from_launch(env, is_terminal, width):
-    code = "from ezpz_llm.training.observe.terminal import can_redraw, terminal_width; print(can_redraw(), terminal_width())"
+    code = ("from ezpz_llm.training.observe.terminal import can_redraw, terminal_width; "
+            "print(can_redraw(), terminal_width())")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(60), check=True,
                           stdin=subprocess.DEVNULL, env={"PYTHONPATH": ":".join(sys.path), **env})

@@ -186,7 +186,8 @@ def test_missing_matplotlib_is_reported_before_any_work(tmp_path, command, optio
 
 def test_text_report_needs_no_matplotlib(tmp_path):
     path = make_run(tmp_path / "a")
-    run = subprocess.run([sys.executable, "-c", WITHOUT_MATPLOTLIB.format("ezpz_llm.training.report.command"), path],
-                         capture_output=True, text=True, timeout=scaled(60), check=False)
+    program = WITHOUT_MATPLOTLIB.format("ezpz_llm.training.report.command")
+    run = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True,
+                         timeout=scaled(60), check=False)
     assert run.returncode == 0, run.stderr
     assert "validation (nats/token)" in run.stdout

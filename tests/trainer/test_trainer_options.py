@@ -163,7 +163,8 @@ def test_help_has_each_option_once_in_the_sections_of_the_configuration():
 
 
 def test_options_import_no_torch():
-    code = "import sys, ezpz_llm.training.trainer.options as o; o.parse(['--steps', '5']); print('torch' in sys.modules)"
+    code = ("import sys, ezpz_llm.training.trainer.options as o; o.parse(['--steps', '5']); "
+            "print('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           timeout=scaled(120), check=True)
     assert done.stdout.strip() == "False"

@@ -52,8 +52,8 @@ raise SystemExit(code)
 """
 HEAVY = {"deepspeed", "mlflow", "wandb", "pandas", "pyarrow", "scipy", "transformers", "datasets", "mpi4py", "rich",
          "pyinstrument", "tensorboard", "ClusterShell", "torch._inductor.lowering", "torch.utils.tensorboard",
-         "ezpz_llm.training.engine.deepspeed_engine", "ezpz_llm.training.engine.torch_engine", "ezpz_llm.training.engine.fsdp2_engine",
-         "ezpz_llm.training.engine.pipeline_engine"}
+         "ezpz_llm.training.engine.deepspeed_engine", "ezpz_llm.training.engine.torch_engine",
+         "ezpz_llm.training.engine.fsdp2_engine", "ezpz_llm.training.engine.pipeline_engine"}
 """Modules that not every run needs; most cost a fraction of a second on every rank."""
 
 

@@ -1,7 +1,7 @@
 """Conversion of parsed JSON to msgspec structs and dataclasses, and back to plain values.
 
-Not imported by `ezpz_llm.core.base`: importing msgspec takes 30 ms, and the rank shim and `launch --dry-run` must start
-fast.
+Not imported by `ezpz_llm.core.base`: importing msgspec takes 30 ms, and the rank shim and `launch --dry-run` must
+start fast.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parsers for untrusted files and command output, with limits on size, depth, and digits.
 
 Other modules must not parse input themselves. Only regular files are read, since a pipe or device could hang a
-command. Each problem raises a `UserError` that names the file. `ezpz_llm.core.base.schema` converts parsed values to
-dataclasses.
+command. Each problem raises a `UserError` that names the file. `ezpz_llm.core.base.schema` converts parsed values
+to dataclasses.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class RunDir:
     job_script = _Inside("job.sh")
     """Job script, if the run was submitted."""
     layout = _Inside("layout.json")
-    """Resolved layout (see engine/)."""
+    """Resolved layout (see training/engine/)."""
     deepspeed = _Inside("deepspeed.json")
     """The ds_config passed to DeepSpeed; absent with other engines."""
     heartbeat = _Inside("heartbeat")

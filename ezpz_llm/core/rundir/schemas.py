@@ -43,7 +43,7 @@ class _Traced(TypedDict):
 
 
 class TraceNotes(_Traced, total=False):
-    """Metadata that ezpz_llm adds to a trace; see engine/step_trace.py."""
+    """Metadata that ezpz_llm adds to a trace; see training/engine/step_trace.py."""
 
     collectives: list[Call] | None
     links: list[Link] | None

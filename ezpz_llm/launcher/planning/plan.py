@@ -339,8 +339,8 @@ def _describe_work(ranks: _Assignment, network: _Network, container: RankContain
     devices_of = {host.name: host.devices for host in ranks.allocation.hosts}
     return Work(
         # If the whole step runs in the container, the image's Python must have this package.
-        command=("python3" if container.step_options else sys.executable, "-m", "ezpz_llm.launcher.on_nodes.shim", "--",
-                 *command),
+        command=("python3" if container.step_options else sys.executable, "-m", "ezpz_llm.launcher.on_nodes.shim",
+                 "--", *command),
         placement=ranks.placement,
         here=len(hosts) == 1 and is_local_address(hosts[0]),
         node_list_path=run_dir.path / "hostfile",

@@ -61,7 +61,7 @@ def runs(shape: tuple[int, ...], part: Part) -> Iterator[tuple[int, int, int]]:
 
 
 WEIGHT = "weight"
-"""Kind of the fp32 master weight; all other kinds are optimizer state (see `ezpz_llm.training.layout.optimizers`)."""
+"""Kind of the fp32 master weight; all other kinds are optimizer state (`ezpz_llm.training.layout.optimizers`)."""
 BUFFER = "buffer/"
 """Prefix of buffer names in rank 0's file."""
 

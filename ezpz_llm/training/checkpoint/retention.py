@@ -36,8 +36,8 @@ def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
 
     Print a warning for each checkpoint that cannot be removed.
 
-    `keep` applies to the chain of the checkpoint that `latest` names (see `ezpz_llm.training.checkpoint.chain`). Abandoned
-    checkpoints do not count. They are removed once they are older than the last `keep.last` of the chain.
+    `keep` applies to the chain of the checkpoint that `latest` names (see `ezpz_llm.training.checkpoint.chain`).
+    Abandoned checkpoints do not count. They are removed once they are older than the last `keep.last` of the chain.
 
     Call from one process, after a successful save.
     """

@@ -65,11 +65,11 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
     """Return the folder of shards of `corpus`; create it if missing. Safe with concurrent processes.
 
     Args:
-        corpus: "stdlib", "shakespeare", "fineweb-edu" or another data set (see `ezpz_llm.training.data.hub`); a path of a
-            text, JSON lines, JSON array or parquet file, or of a folder of such files; a path of a prepared folder
-            or of another program's shards, which are used in place; or several of these with weights, as
-            A=0.7,B=0.3.
-        tokenizer: "bytes", "char", "gpt2", or a tokenizer's file or folder (see `ezpz_llm.training.data.tokenizers`);
+        corpus: "stdlib", "shakespeare", "fineweb-edu" or another data set (see `ezpz_llm.training.data.hub`); a
+            path of a text, JSON lines, JSON array or parquet file, or of a folder of such files; a path of a
+            prepared folder or of another program's shards, which are used in place; or several of these with
+            weights, as A=0.7,B=0.3.
+        tokenizer: "bytes", "char", "gpt2", or a tokenizer's file or folder (`ezpz_llm.training.data.tokenizers`);
             default: "char" for shakespeare, "gpt2" for data sets, else "bytes".
         out: output folder; default: a folder in the cache.
         val_fraction: fraction of the tokens to validate on, from the end of the stream; default: 0.1 for one file,

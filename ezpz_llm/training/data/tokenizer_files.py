@@ -1,8 +1,8 @@
 """Tokenizers in files: a tokenizer.json of Hugging Face tokenizers, a SentencePiece *.model, or Llama 3's.
 
 The library determines the ids. Folders of shards, runs and exports keep a copy of the files, under the names that
-transformers uses. A manifest entry (see `ezpz_llm.training.data.manifest`) records the library and a hash of the table, so
-that a copy can be checked wherever it is.
+transformers uses. A manifest entry (see `ezpz_llm.training.data.manifest`) records the library and a hash of the
+table, so that a copy can be checked wherever it is.
 """
 
 from __future__ import annotations

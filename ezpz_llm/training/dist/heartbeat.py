@@ -14,7 +14,7 @@ from ezpz_llm.launcher.basics.variables import HEARTBEAT_VARIABLE, STACKS_SIGNAL
 
 
 class Heartbeat:
-    """Writer of this rank's phase (launch/variables.py) and step to the file that launch's watchdog reads.
+    """Writer of this rank's phase (launcher/basics/variables.py) and step to the file that launch's watchdog reads.
 
     Writes nothing if launch did not start the run.
     """

@@ -41,7 +41,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     """Build the engine of a model with the optimizer of the run; see `put_in_engine`.
 
     Args:
-        param_groups: optimizer groups with "params", "names" and "weight_decay" (see `ezpz_llm.training.model.init`).
+        param_groups: optimizer groups with "params", "names" and "weight_decay" (`ezpz_llm.training.model.init`).
     """
     adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
 
@@ -86,7 +86,8 @@ def put_in_engine(model: nn.Module, resolved: Resolved, dist: Dist, groups: list
     running_statistics.compute_in_fp32(model, resolved.precision)
     round_parameters(model, resolved.precision)
     module, name = _ENGINES["pipeline" if resolved.layout.pp > 1 else resolved.layout.engine]
-    return getattr(importlib.import_module(f"ezpz_llm.training.engine.{module}"), name)(model, resolved, dist, groups, make)
+    engine = getattr(importlib.import_module(f"ezpz_llm.training.engine.{module}"), name)
+    return engine(model, resolved, dist, groups, make)
 
 
 def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu",
@@ -94,16 +95,16 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
     """Build the part of the model that this rank computes under its layout, with initial weights.
 
     The plain model is built on the meta device, so a rank never allocates more than its part. If the engine shards
-    parameters, they stay on the meta device until then; see `ezpz_llm.training.engine.sharded_start`. The initial weights
-    are exactly those of a single process in every layout.
+    parameters, they stay on the meta device until then; see `ezpz_llm.training.engine.sharded_start`. The initial
+    weights are exactly those of a single process in every layout.
 
     Args:
         device_type: type of the device for training; the model itself is built on CPU.
         weights: initial weights, instead of those from the seed. Keep them readable until the engine is built.
 
     Raises:
-        UserError: the model's parameters differ from the table in `ezpz_llm.training.model.config`, or the layout does
-            not support them.
+        UserError: the model's parameters differ from the table in `ezpz_llm.training.model.config`, or the layout
+            does not support them.
     """
     with torch.device("meta"):
         model: nn.Module = GPT(config)

@@ -8,7 +8,7 @@ from ezpz_llm.core.base.records import Whole
 
 
 class LossScaleState(Struct, frozen=True):
-    """State of `ezpz_llm.training.engine.precision.LossScale`: consecutive good steps, and remaining tolerated overflows."""
+    """State of `ezpz_llm.training.engine.precision.LossScale`: good steps in a row, tolerated overflows left."""
 
     scale: float
     good_steps: Whole

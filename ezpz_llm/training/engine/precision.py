@@ -3,7 +3,7 @@
 fp32: parameters and arithmetic in fp32.
 tf32: as fp32, with the factors of matmuls rounded to 10 mantissa bits on tensor cores.
 bf16: parameters, activations and their communication in bfloat16; the optimizer steps fp32 master weights and
-moments (engine/masters.py); gradients are accumulated and reduced in fp32, or on request in bf16.
+moments (training/engine/masters.py); gradients are accumulated and reduced in fp32, or on request in bf16.
 bf16_autocast: parameters, gradients, gradient reduction and optimizer in fp32; the forward pass, and thus the
 matmuls of the backward pass, under torch.autocast in bfloat16.
 fp16, fp16_autocast: the same with float16 and a dynamic loss scale.

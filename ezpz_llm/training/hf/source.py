@@ -29,8 +29,8 @@ class Source:
 
     Attributes:
         kind: "checkpoint" of the trainer, checkpoint of a "script" with a Hugging Face model, or "hf" folder.
-        tokenizer: the tokenizer's entry in the manifest of the run's token shards (see `ezpz_llm.training.data.tokenizers`),
-            None if unknown.
+        tokenizer: the tokenizer's entry in the manifest of the run's token shards (see
+            `ezpz_llm.training.data.tokenizers`), None if unknown.
         state: content of a checkpoint's state.json, None for a Hugging Face folder.
     """
 

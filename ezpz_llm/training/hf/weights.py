@@ -1,7 +1,7 @@
 """Weights of a checkpoint or a Hugging Face folder, read one box of one parameter at a time.
 
-Both are addressed by the plain model's parameters (`ezpz_llm.training.model.parameters`), so that any layout can load any
-part of a model, and an export can write one tensor at a time. No process reads more than it needs.
+Both are addressed by the plain model's parameters (`ezpz_llm.training.model.parameters`), so that any layout can
+load any part of a model, and an export can write one tensor at a time. No process reads more than it needs.
 """
 
 from __future__ import annotations

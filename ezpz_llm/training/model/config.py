@@ -192,7 +192,8 @@ TABLE, HEAD, _POSITIONS = "transformer.wte.weight", "lm_head.weight", "transform
 """Names of the token embedding, the untied output head, and the embedding of learned positions."""
 
 Initial = Literal["zeros", "ones", "embedding", "linear", "residual"]
-"""Rules for initial weights; the last three are normal distributions (see `ezpz_llm.training.model.init.initial_std`)."""
+"""Rules for initial weights; the last three are normal distributions (see `initial_std` in
+`ezpz_llm.training.model.init`)."""
 TpRule = Literal["column", "row", "vocabulary", "head", "replicated", "summed"]
 """Tensor-parallel rules of a parameter. "column": sharded by outputs, each part of its rows separately. "row":
 sharded by inputs; the layer's outputs are summed. "vocabulary", "head": sharded by vocabulary rows. "replicated":

@@ -1,7 +1,7 @@
 """Configuration of a training run: every option with its default, published recipes and presets (imports no torch).
 
 Precedence, highest first: the command line, the user's own ds_config (batch sizes, clipping, precision; see
-layout/resolve.py), a YAML file, a preset, the model's published recipe, and the defaults below.
+training/layout/resolve.py), a YAML file, a preset, the model's published recipe, and the defaults below.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Detection adds no cost to a step. It observes losses and gradient norms when they are flushed, `--log-every` steps
 at a time. These numbers are already reduced over ranks, so all ranks decide the same at the same step without
 communication. The engine applies the resulting limit on the gradient norm to later steps, on the device
-(engine/gradients.py). As a result, up to `--log-every` more steps run before a bad step is detected.
+(training/engine/gradients.py). As a result, up to `--log-every` more steps run before a bad step is detected.
 """
 
 from __future__ import annotations

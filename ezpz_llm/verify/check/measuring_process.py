@@ -38,8 +38,8 @@ class MeasuringProcess:
         os.set_inheritable(inherited.fileno(), True)
         # Other descriptors stay open too, because MPI needs the descriptor that its launcher passed to the rank.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ezpz_llm.verify.check.measuring_process", str(inherited.fileno())], close_fds=False,
-            env=_logging_environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "ezpz_llm.verify.check.measuring_process", str(inherited.fileno())],
+            close_fds=False, env=_logging_environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT)
         inherited.close()
         self._listener = threading.Thread(target=self._listen, daemon=True)

@@ -156,7 +156,7 @@ def label_flights(flights: Sequence[Flight], steps: dict[int, Interval],
 
     Args:
         flights: flights in the order of their calls.
-        collectives: collectives of the counted step, in order; see engine/step_trace.py.
+        collectives: collectives of the counted step, in order; see training/engine/step_trace.py.
     """
     labeled: list[Flight] = []
     for number, (start, end) in sorted(steps.items()):

@@ -57,7 +57,7 @@ class RankSplit:
         waited_for: seconds of waiting in collectives, by the rank that called last.
         by_step: seconds of each step by IN_STEP, and HOST: time of forward, backward and optimizer in which a CPU
             rank ran no operator (Python, sleeps).
-        notes: metadata that the run wrote into the trace, see engine/step_trace.py.
+        notes: metadata that the run wrote into the trace, see training/engine/step_trace.py.
     """
 
     rank: int
@@ -322,7 +322,7 @@ def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
     sender and a slow receiver cannot be distinguished, only the slow direction.
 
     Args:
-        links: measured links, see dist/links.py.
+        links: measured links, see training/dist/links.py.
     """
     slow = []
     for direction, verb in (("sender", "sends"), ("receiver", "receives")):

@@ -18,7 +18,7 @@ from ezpz_llm.training.model.config import ModelConfig
 
 
 class Settings(Struct, frozen=True):
-    """Members of `config` in run.json that advice depends on; see `ezpz_llm.training.trainer.config.TrainConfig`."""
+    """Members of `config` in run.json that advice depends on (`ezpz_llm.training.trainer.config.TrainConfig`)."""
 
     steps: Step | None = None
     save_every: Whole = 0

@@ -44,8 +44,8 @@ def _one_per_node(program: str, work: Work) -> Work:
     cores = work.cores_per_node or (work.cores_per_rank or 1) * work.placement.most
     return replace(
         work,
-        command=(work.command[0], "-m", "ezpz_llm.launcher.planning.dialects.on_node", str(nodes), str(work.placement.most),
-                 program, *arguments),
+        command=(work.command[0], "-m", "ezpz_llm.launcher.planning.dialects.on_node", str(nodes),
+                 str(work.placement.most), program, *arguments),
         placement=Placement(tuple((name, 1) for name in work.hosts), work.placement.source),
         cores_per_rank=cores,
         binding=replace(work.binding, kind="none", cores=()),

@@ -1,7 +1,8 @@
 """Node side of staging: one process per node receives the archives and unpacks them on the local disk.
 
-`python3 -m ezpz_llm.launcher.running.staging.receiver METHOD PREFIX ARCHIVE…`, started by launch. METHOD is `file` (every
-node reads the archives), `mpi` (rank 0 reads and broadcasts them) or `squashfs` (images, which are only mounted).
+`python3 -m ezpz_llm.launcher.running.staging.receiver METHOD PREFIX ARCHIVE…`, started by launch. METHOD is `file`
+(every node reads the archives), `mpi` (rank 0 reads and broadcasts them) or `squashfs` (images, which are only
+mounted).
 
 The copy is a new folder whose path starts with PREFIX and ends with a word derived from the step's secret: other
 users can read command lines, and could create a folder with a known name first. sbcast requires an existing folder:
