@@ -1,5 +1,5 @@
-"""Rules for all packages: import order (docs/reference/architecture.md), no import cycles, parsing only in
-`ezpz_llm.core.base.untrusted_input`, private names of other libraries, and files that ruff checks."""
+"""Rules for all packages: import order, no cycles between modules or folders, no torch in the launcher, parsing
+only in `ezpz_llm.core.base.untrusted_input`, private names of other libraries, and files that ruff checks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ import ezpz_llm
 from ezpz_llm.launcher.jobs.schedulers import SCHEDULERS
 
 PACKAGE = Path(ezpz_llm.__file__).parent
-PARSING_MODULE = PACKAGE / "base" / "untrusted_input.py"
+PACKAGES = {
+    "core": ("base", "rundir"),
+    "launcher": ("basics", "jobs", "planning", "on_nodes", "diagnosis", "running", "submit"),
+    "training": ("dist", "data", "observe", "report", "model", "layout", "engine", "checkpoint", "hf", "evaluate",
+                 "library", "trainer"),
+    "verify": ("check", "test_dist", "certify", "explain", "scaling"),
+}
+"""The four packages and their folders. Each folder imports only itself and folders before it."""
+FOLDERS = [f"{package}/{folder}" for package, folders in PACKAGES.items() for folder in folders]
+WITHOUT_TORCH = ("core", "launcher")
+LAUNCHER_FOR_TRAINING = ("launcher/basics", "launcher/jobs")
+"""Folders of the launcher that training imports: what a rank is, and what a reservation gives."""
+PARSING_MODULE = PACKAGE / "core" / "base" / "untrusted_input.py"
 PARSERS = {"json": {"load", "loads", "JSONDecoder"}, "yaml": None, "tomllib": None, "tomli": None, "marshal": None}
 """Names of each module that parse; None means all of them."""
 
 
-def packages() -> list[str]:
-    """Return the packages in docs/reference/architecture.md, in the order of its table."""
-    page = PACKAGE.parent / "docs" / "reference" / "architecture.md"
-    section = page.read_text().split("\n## Packages\n")[1].split("\n## ")[0]
-    return re.findall(r"^\| `(\w+)/`", section, re.MULTILINE)
-
-
-def packages_imported(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, package or root module) of each import from ezpz_llm, including imports in functions."""
+def folders_imported(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, folder) of each import from ezpz_llm, including imports in functions; "" for a command."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -41,21 +46,52 @@ def packages_imported(text: str) -> Iterator[tuple[int, str]]:
         else:
             continue
         for name in names:
-            package, _, rest = name.partition(".")
-            if package == "ezpz_llm" and rest and not rest.startswith("__"):
-                yield node.lineno, rest.partition(".")[0]
+            root, *rest = name.split(".")
+            if root == "ezpz_llm" and rest and not rest[0].startswith("__"):
+                yield node.lineno, "/".join(rest[:2]) if rest[0] in PACKAGES else ""
 
 
-def test_table_lists_every_package():
-    assert sorted(packages()) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+def test_the_folders_are_those_of_the_list_and_of_the_documentation():
+    page = PACKAGE.parent / "docs" / "reference" / "architecture.md"
+    section = page.read_text().split("\n## Packages\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+/\w+)/`", section, re.MULTILINE) == FOLDERS
+    assert sorted(FOLDERS) == sorted(path.parent.relative_to(PACKAGE).as_posix()
+                                     for path in PACKAGE.glob("*/*/__init__.py"))
+    assert sorted(PACKAGES) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    assert not [path for package in PACKAGES for path in (PACKAGE / package).glob("*.py")
+                if path.name != "__init__.py"], "move it into a folder of the package"
 
 
-def test_package_imports_only_packages_above_it():
-    order = packages()
-    violations = {f"{path.relative_to(PACKAGE)}:{line}": imported for index, name in enumerate(order)
-                  for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py"
-                  for line, imported in packages_imported(path.read_text()) if imported not in order[:index + 1]}
-    assert not violations, "import of a command, or of a package that is lower in docs/reference/architecture.md"
+def allowed_imports(folder: str) -> list[str]:
+    """Return the folders that a folder may import."""
+    before = FOLDERS[:FOLDERS.index(folder) + 1]
+    if not folder.startswith("training/"):
+        return before
+    return [other for other in before if not other.startswith("launcher/") or other in LAUNCHER_FOR_TRAINING]
+
+
+def test_a_folder_imports_only_folders_before_it():
+    violations = {f"{path.relative_to(PACKAGE)}:{line}": imported for folder in FOLDERS
+                  for path in (PACKAGE / folder).rglob("*.py")
+                  for line, imported in folders_imported(path.read_text())
+                  if imported not in allowed_imports(folder)}
+    assert not violations, "import of a command, or of a folder that is later in PACKAGES"
+    assert [*folders_imported("from ezpz_llm.training.dist.mesh import Mesh")] == [(1, "training/dist")]
+    assert [*folders_imported("def f():\n    import ezpz_llm.train")] == [(2, "")]
+
+
+def torch_users(text: str) -> list[int]:
+    """Return the lines that import torch, DeepSpeed, or numpy, also in functions and for annotations."""
+    return [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))
+            for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+            if name.partition(".")[0] in {"torch", "deepspeed", "numpy"}]
+
+
+def test_core_and_the_launcher_do_not_import_torch():
+    violations = {f"{path.relative_to(PACKAGE)}:{line}" for package in WITHOUT_TORCH
+                  for path in (PACKAGE / package).rglob("*.py") for line in torch_users(path.read_text())}
+    assert not violations
+    assert torch_users("def f():\n    from torch.distributed import init_process_group") == [2]
 
 
 def module_name(path: Path) -> str:
@@ -106,6 +142,35 @@ def test_cycles_through_a_package_are_found():
     assert find_cycle({"p": "__getattr__ = lazy_names(__name__, {'x': 'a'})", "p.a": "from p import x"})
 
 
+def find_folder_cycle(modules: Mapping[str, str]) -> list[str]:
+    """Return a cycle between folders or modules that are next to each other; empty if there is none.
+
+    An import counts for the two neighbors in the innermost folder that has both of its ends.
+    """
+    neighbors: dict[str, dict[str, set[str]]] = {}
+    for name, text in modules.items():
+        for other in modules_imported(name, text, modules):
+            ours, theirs = name.split("."), other.split(".")
+            depth = next((depth for depth, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+            if depth is not None:
+                neighbors.setdefault(".".join(ours[:depth]), {}).setdefault(ours[depth], set()).add(theirs[depth])
+    for graph in neighbors.values():
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            return list(error.args[1])
+    return []
+
+
+def test_folders_do_not_import_each_other():
+    modules = {module_name(path): path.read_text() for path in PACKAGE.rglob("*.py")}
+    # The commands and the public names import everything.
+    assert not find_folder_cycle({name: text for name, text in modules.items() if name.count(".") > 1})
+    assert sorted(set(find_folder_cycle({"p.a.x": "import p.b.y", "p.b.y": "", "p.b.z": "import p.a.w",
+                                         "p.a.w": ""}))) == ["a", "b"]
+    assert not find_folder_cycle({"p.a.x": "import p.b.y", "p.b.y": "import p.c", "p.c": ""})
+
+
 SCHEDULER_CODE = ("launcher/jobs/schedulers/", "launcher/planning/dialects/", "launcher/basics/ranks.py")
 """Modules that may use names of schedulers, of their launchers, and of their variables."""
 OTHER_SCHEDULER_CODE = {
@@ -131,7 +196,7 @@ def test_only_schedulers_know_schedulers():
                   if not (name := str(path.relative_to(PACKAGE))).startswith(SCHEDULER_CODE)
                   and name not in OTHER_SCHEDULER_CODE
                   for line, word in scheduler_names_in(path.read_text())}
-    assert not violations, "add a member to Scheduler (launcher/jobs/schedulers/scheduler.py), or a field to Dialect"
+    assert not violations, "add a member to Scheduler (jobs/schedulers/scheduler.py), or a field to Dialect"
     assert scheduler_names_in("scheduler == 'slurm'")
     assert scheduler_names_in("env['PBS_JOBID']")
     assert scheduler_names_in("launcher in ('mpiexec', 'srun')")
@@ -208,13 +273,14 @@ def names_made_in(tree: ast.AST) -> Iterator[str]:
 
 def test_private_attributes_of_other_libraries_are_in_the_tables():
     """Attributes of objects have no module name, and are recognized by their underscore."""
-    tables = PACKAGE / "dist" / "private_names.py", PACKAGE / "layout" / "deepspeed_versions.py"
+    tables = (PACKAGE / "training" / "dist" / "private_names.py",
+              PACKAGE / "training" / "layout" / "deepspeed_versions.py")
     table_words = {word for table in tables for word in re.findall(r"\w+", table.read_text())}
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     ours = STANDARD.union(*map(names_made_in, trees.values()))
     violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
                   for line, name in foreign_names_in(tree, ours) if name not in table_words}
-    assert not violations, "add it to ezpz_llm/training/dist/private_names.py, or training/layout/deepspeed_versions.py"
+    assert not violations, "add it to dist/private_names.py, or layout/deepspeed_versions.py"
     assert foreign_names_in(ast.parse("table.weight._hp_grad"), ours) == [(1, "_hp_grad")]
 
 

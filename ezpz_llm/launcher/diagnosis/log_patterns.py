@@ -1,8 +1,8 @@
 """Messages of launchers and schedulers about a run's end, in the launcher's log.
 
 Only patterns of the run's own launcher and scheduler are used, and only messages that fit its job, nodes and time.
-The patterns of schedulers are in launcher/jobs/schedulers/. Those of MPICH, Intel MPI, Open MPI and torchrun are from
-captured output, those of PALS from messages in public issues.
+The patterns of schedulers are in launcher/jobs/schedulers/. Those of MPICH, Intel MPI, Open MPI and torchrun are
+from captured output, those of PALS from messages in public issues.
 """
 
 from __future__ import annotations
