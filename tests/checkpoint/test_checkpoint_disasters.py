@@ -153,7 +153,7 @@ import json, os, pathlib, pickle, sys
 from types import SimpleNamespace
 import torch
 from ezpz_llm.training.dist.degrees import Degrees
-from ezpz_llm.checkpoint import load
+from ezpz_llm.training.checkpoint import load
 from ezpz_llm.training.checkpoint.manifest import make_record, write_manifest
 from ezpz_llm.training.engine.optimizer_state import TorchState
 

@@ -218,7 +218,7 @@ def test_incomplete_checkpoints_of_killed_runs_are_removed(tmp_path: Path) -> No
 
 def test_find_imports_no_torch(tmp_path: Path) -> None:
     folder = write(RunDir(tmp_path), 1)
-    program = ("import sys; from ezpz_llm.checkpoint import find; find(sys.argv[1]); "
+    program = ("import sys; from ezpz_llm.training.checkpoint import find; find(sys.argv[1]); "
                "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=scaled(60)).returncode == 0
 

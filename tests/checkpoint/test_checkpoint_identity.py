@@ -19,7 +19,7 @@ from launch_runs import clean_env, launch
 from slowness import scaled
 from small_tokenizers import mixed_text, trained
 
-from ezpz_llm import checkpoint as checkpoint, evaluate as evaluate, generate
+from ezpz_llm import checkpoint, evaluate, generate
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import write_json
 from ezpz_llm.train import main

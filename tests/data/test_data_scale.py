@@ -35,7 +35,7 @@ from ezpz_llm.training.data.tokenizers import get_tokenizer
 # the journal has $HOLD_AT documents.
 HASTY = [sys.executable, "-c", """
 import functools, os, sys, time
-from ezpz_llm.data import tokenize_corpus
+from ezpz_llm.training.data import tokenize_corpus
 from ezpz_llm.training.data.command import main
 from ezpz_llm.core.base.errors import run_command
 tokenize_corpus._SECONDS_BETWEEN_SAVES = 0.0

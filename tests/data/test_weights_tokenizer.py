@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from slowness import scaled
 from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
-from ezpz_llm import evaluate as evaluate, generate
+from ezpz_llm import evaluate, generate
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.core.rundir.records import read_record

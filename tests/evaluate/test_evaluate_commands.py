@@ -21,7 +21,7 @@ import torch
 from megatron_files import write_megatron
 from slowness import scaled
 
-from ezpz_llm import checkpoint as checkpoint
+from ezpz_llm import checkpoint
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record

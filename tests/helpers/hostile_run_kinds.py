@@ -99,7 +99,7 @@ def process(rng: Random, folder: Path) -> object:
 @kind
 def longnames(rng: Random, folder: Path) -> object:
     """Pass names with thousands of characters and numbers with thousands of digits to every command."""
-    from ezpz_llm import checkpoint as checkpoint, watch, why
+    from ezpz_llm import checkpoint, watch, why
     from ezpz_llm.core.base import run_command
     from ezpz_llm.training.report import command as report
     from ezpz_llm.training.trainer.options import parse

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ezpz_llm import checkpoint as checkpoint
+from ezpz_llm import checkpoint
 from ezpz_llm.core.base import UserError, run_command
 from ezpz_llm.training.data.prepare import prepare
 from ezpz_llm.training.evaluate import command as evaluate, generation as generate

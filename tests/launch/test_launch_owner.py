@@ -230,7 +230,7 @@ def test_an_owner_is_alive_as_long_as_it_touches_its_file(tmp_path: Path, monkey
 _OWNER_OF_TWO = """
 import sys
 from pathlib import Path
-from ezpz_llm.launch import owner
+from ezpz_llm.launcher.jobs import owner
 from ezpz_llm.core.rundir import RunDir
 owner.HEARTBEAT_INTERVAL_S = 0.02
 with owner.become_owner(RunDir(Path("r")), "x", {}), owner.become_owner(RunDir(Path("other")), "x", {}):

@@ -176,7 +176,7 @@ def test_bars_omit_negative_and_non_finite_parts():
 @pytest.mark.parametrize("option", ["--html", "--figures"])
 @pytest.mark.parametrize("command", ["report", "explain"])
 def test_missing_matplotlib_is_reported_before_any_work(tmp_path, command, option):
-    code = WITHOUT_MATPLOTLIB.format(f"ezpz_llm.{command}.__main__")
+    code = WITHOUT_MATPLOTLIB.format(f"ezpz_llm.{command}")
     run = subprocess.run([sys.executable, "-c", code, "nowhere", option, "out"], cwd=tmp_path, capture_output=True,
                          text=True, timeout=scaled(60), check=False)
     assert (run.returncode, run.stdout) == (2, "")

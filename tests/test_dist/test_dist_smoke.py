@@ -34,7 +34,7 @@ PLOTS = {"loss.txt", "sps.txt", "dt.txt", "dtf.txt", "dtb.txt"}
 FAULTY_RANK = """
 import sys, torch, torch.distributed as dist
 from ezpz_llm.core.base.errors import run_command
-from ezpz_llm.test_dist import run
+from ezpz_llm.verify.test_dist import run
 from ezpz_llm.test_dist import main
 original, measured = dist.all_reduce, run.held_out_loss
 def faulty(tensor, *args, **kwargs):

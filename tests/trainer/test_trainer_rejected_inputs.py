@@ -13,7 +13,7 @@ import torch
 from launch_runs import launch
 from safetensors.torch import save_file
 
-from ezpz_llm import checkpoint as checkpoint
+from ezpz_llm import checkpoint
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.training.data.prepare import prepare
 from ezpz_llm.training.data.tokenizers import CharTokenizer, to_entry

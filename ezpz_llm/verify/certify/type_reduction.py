@@ -149,8 +149,9 @@ def _check_pipeline_average(rank: Rank) -> None:
     program.where[:] = ["PipelineEngine._average_gradients"]
     flat = torch.zeros(8)
     spmd.assert_type(flat, program.types(dp=P, sp=P, tp=V))
-    engine: Any = SimpleNamespace(_replica=mesh.place("dp", "sp"), _reduced=torch.bfloat16, _mesh=mesh, _engine=(
-        SimpleNamespace(optimizer=SimpleNamespace(non_expert_gradients=[flat]))))
+    engine: Any = SimpleNamespace(
+        _replica=mesh.place("dp", "sp"), _reduced=torch.bfloat16, _bucket=len(flat), _mesh=mesh,
+        _engine=SimpleNamespace(optimizer=SimpleNamespace(non_expert_gradients=[flat])))
     with program.checked():
         PipelineEngine._average_gradients(engine)
     program.require("the average", flat, tp=V)
