@@ -44,6 +44,7 @@ from ezpz_llm.verify.certify.cases import all_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 START = ROOT / "benchmarks" / "coverage_start"
+TRAINING = ROOT / "ezpz_llm" / "training"
 PACKAGES = ("engine", "model", "dist", "checkpoint", "data", "evaluate", "layout")
 SEVERAL, THREADS = r"^(case (?!1 )|ranks)", "^threads"
 """Contexts of processes with several ranks, and of ranks that are threads; see coverage_start/sitecustomize.py."""
@@ -94,7 +95,7 @@ def measure(commands: Iterable[list[str]], out: Path, name: str) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     paths = os.environ.get("PYTHONPATH")
-    include = ":".join(f"{ROOT}/ezpz_llm/{package}/*" for package in PACKAGES)
+    include = ":".join(f"{TRAINING}/{package}/*" for package in PACKAGES)
     code = 0
     for command in commands:
         process = subprocess.Popen(command, cwd=ROOT, env={
@@ -188,7 +189,7 @@ def uncovered(path: Path, certify: Runs, tests: Runs | None) -> Iterator[Lines]:
                 **dict.fromkeys(runs.lines(path, SEVERAL), several)}
 
     by_certify, by_tests = column(certify, ""), {} if tests is None else column(tests, "ranks")
-    file = path.relative_to(ROOT / "ezpz_llm").as_posix()
+    file = path.relative_to(TRAINING).as_posix()
     block: Lines | None = None
     for line in certify.statements(path):
         if line in covered or line not in places:
@@ -216,7 +217,7 @@ def write_lists(out: Path) -> None:
     """Write uncovered.json and uncovered.txt from the data of the latest runs."""
     certify = Runs(out / "certify.coverage")
     tests = Runs(out / "tests.coverage") if (out / "tests.coverage").is_file() else None
-    rows = [row for package in PACKAGES for path in sorted((ROOT / "ezpz_llm" / package).rglob("*.py"))
+    rows = [row for package in PACKAGES for path in sorted((TRAINING / package).rglob("*.py"))
             for row in uncovered(path, certify, tests)]
     write_json(out / "uncovered.json", [{**asdict(row), "elsewhere": row.elsewhere} for row in rows])
     lines = []
