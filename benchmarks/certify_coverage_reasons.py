@@ -55,7 +55,7 @@ REASONS = {
         "dist/agreement.py:raise_together:*", "dist/agreement.py:run_together:*", "*_error:*",
     ),
     "estimates and measurements": (
-        "dist/agreement.py:all_gather_number:*", "dist/links.py:*", "dist/stubbed_collectives.py:*",
+        "dist/agreement.py:all_gather_number:*", "dist/links.py:*",
         "engine/collectives.py:*", "engine/live_memory.py:*", "engine/step_trace.py:*",
         "layout/optimizers/__init__.py:Optimizer.state_bytes:*", "model/attention_kernels.py:attention_kernel*",
         "model/init.py:decay_counts:*", "model/parameters.py:*",

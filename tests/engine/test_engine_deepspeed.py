@@ -13,7 +13,6 @@ from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.training.dist.private_names import find
-from ezpz_llm.training.dist.stubbed_collectives import stubbed_collectives
 from ezpz_llm.training.engine import optimizer_state
 from ezpz_llm.training.engine.live_memory import live_storages
 
@@ -66,23 +65,6 @@ print(type(deepspeed.comm.comm.cdb).__name__)
 """, tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.split() == [{"cpu": "gloo", "xpu": "xccl"}[accelerator], "TorchBackend"]
-
-
-def test_collectives_can_be_stubbed_twice_in_a_group_bound_to_a_device():
-    """Groups bound to a device, like NCCL's, keep the first stub and reject another stub without a device."""
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
-        for _ in range(3):
-            with stubbed_collectives():
-                dist.all_reduce(torch.ones(2))
-            # Outside, the real collectives work.
-            summed = torch.ones(2)
-            dist.all_reduce(summed)
-            assert summed.tolist() == [1, 1]
-    finally:
-        dist.destroy_process_group()
 
 
 def test_adamw_counts_steps_in_a_tensor_in_any_torch(monkeypatch):

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
 from made_up_traces import MadeUp, of_all
 
-from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.core.base.records import as_record
-from ezpz_llm.core.rundir.records import Device, RunRecord
+from ezpz_llm.core.rundir.records import Device
 from ezpz_llm.training.layout.batch import Batch
 from ezpz_llm.training.layout.layout import Layout, ZeroOptions
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.observe.plots import bars_plot
 from ezpz_llm.verify.explain.causes import rank_causes
-from ezpz_llm.verify.explain.counterfactual import command
 from ezpz_llm.verify.explain.split import slow_link, split_traces
 from ezpz_llm.verify.explain.trainer_run import Settings, TrainerRun
-from ezpz_llm.verify.explain.without_collectives import main
 
 
 def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",
@@ -195,33 +190,6 @@ def test_replicated_optimizer_steps_are_a_cause():
     replicated = rank_causes(two_ranks(), WALL, a_run(layout=Layout("ddp", "torch")), {})
     optimizer = next(cause for cause in replicated if cause.kind == "optimizer")
     assert "--ds-config zero1" in optimizer.advice[0]
-
-
-def test_a_counterfactual_starts_our_trainer_with_the_configuration_of_the_run(tmp_path):
-    typed = {"origin": "command_line"}
-    record = {"environment": {"world_size": 4}, "launch": {"typed": ["launch", "sh", "-c", "id"],
-                                                               "ranks_per_host": [2, 2]},
-              "config": {"ds_config": "zero2", "steps": 5000, "run_dir": "a", "compile": True, "lr": 1e-3,
-                         "corpus": "--run-dir=b; id", "min_lr": 1e-4, "x=y --z": 1},
-              "sources": {**dict.fromkeys(("ds_config", "steps", "run_dir", "corpus", "x=y --z"), typed),
-                          "compile": {"origin": "file", "detail": "run.yaml"}, "lr": {"origin": "default"},
-                          "min_lr": {"origin": "tenth", "detail": "lr"}}}
-    arguments = command(as_record(RunRecord, record, "run.json"), tmp_path)
-    assert arguments[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
-    assert arguments[9:13] == ["--", sys.executable, "-m", "ezpz_llm.verify.explain.without_collectives"]
-    assert arguments[13:16] == ["--ds-config=zero2", "--steps=5000", "--compile=true"]
-    assert all(word.startswith("--") for word in arguments[13:]), "the record supplies only values of options"
-    assert "--corpus=--run-dir=b; id" in arguments
-    assert not [word for word in arguments[13:] if word.startswith(("--run-dir", "--lr=", "--min-lr", "--x"))]
-    for missing in ({"config": None}, {"sources": None}, {"environment": {}}):
-        with pytest.raises(UserError, match="no trainer configuration"):
-            command(as_record(RunRecord, {**record, **missing}, "run.json"), tmp_path)
-    with pytest.raises(UserError, match=r"environment\.world_size is '2; id', but must be a whole number"):
-        as_record(RunRecord, {**record, "environment": {"world_size": "2; id"}}, "run.json")
-
-
-def test_a_counterfactual_accepts_a_run_with_rollback_although_it_writes_no_checkpoints():
-    assert main(["--check", "--world-size", "2", "--ds-config=zero2", "--on-bad-steps=rollback"]) == 0
 
 
 def test_bars_are_readable_without_color():

@@ -14,7 +14,6 @@ from ezpz_llm.training.layout.layout import Layout, ZeroOptions
 from ezpz_llm.training.layout.memory import bucket_bytes, held_parameters
 from ezpz_llm.training.layout.precision_recipes import GradientDtype, GradientDtypes, deepspeed_entries
 from ezpz_llm.training.model.config import get_model_config
-from ezpz_llm.verify.explain import counterfactual
 from ezpz_llm.verify.explain.diagnosis import check_sentences, crosschecks
 
 MODEL = get_model_config("gpt2-124m")
@@ -77,13 +76,10 @@ def test_each_cross_check_has_a_sentence():
     ("host.json", '{"torch": "long"}', "torch is 'long', but must be a number"),
     ("host.json", '[1]', "this is a list, but must be an object"),
     ("host.json", '{"torch": -1}', "torch is -1, but must be 0 to"),
-    ("counterfactual-rank0000.json", '{"rank": 0, "real": 3, "stubbed": []}', "real is 3, but must be a list"),
-    ("counterfactual-rank0000.json", '{"rank": 0, "real": []}', "stubbed is missing"),
 ])
 def test_wrong_types_are_reported_with_file_and_key(tmp_path: Path, name: str, text: str, says: str) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / name).write_text(text)
-    reader = crosschecks if name == "host.json" else counterfactual.read_steps_without_collectives
     with pytest.raises(UserError, match=says) as error:
-        reader(tmp_path, None)
+        crosschecks(tmp_path, None)
     assert error.value.where == str(tmp_path / "profile" / name)

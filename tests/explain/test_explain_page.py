@@ -20,7 +20,6 @@ from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.training.observe.tables import Table
 from ezpz_llm.verify.explain import tables
 from ezpz_llm.verify.explain.command import main
-from ezpz_llm.verify.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.verify.explain.diagnosis import diagnose
 from ezpz_llm.verify.explain.page import explain_page
 
@@ -177,8 +176,3 @@ def test_standard_output_has_only_json(run, tmp_path):
     assert json.loads(process.stdout)["ranks"] == 4
     assert process.stderr == "\npage: page.html\n"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-
-
-def test_a_step_of_zero_length_has_no_shares() -> None:
-    times = StepsWithoutCollectives(0, 0.0, 0.0, 0.0)
-    assert (times.removed_share, times.exposed_share) == (0.0, None)

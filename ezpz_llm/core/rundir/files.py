@@ -95,10 +95,6 @@ class RunDir:
         """Return the path of a rank's trace."""
         return self.profile / f"trace-rank{rank:04d}.json.gz"
 
-    def counterfactual(self, rank: int) -> Path:
-        """Return the path of a rank's step times with and without collectives."""
-        return self.profile / f"counterfactual-rank{rank:04d}.json"
-
     def tracker(self, name: str) -> Path:
         """Return the folder of an experiment tracker."""
         return self.path / "trackers" / name

@@ -67,13 +67,5 @@ class DeepSpeedGiven(TypedDict, total=False):
     zero_optimization: _Zero | None
 
 
-class StepTimes(TypedDict):
-    """Content of profile/counterfactual-rankNNNN.json: step times with and without collectives, in seconds."""
-
-    rank: Annotated[int, Range(0, MAX_RANKS)]
-    real: list[float]
-    stubbed: list[float]
-
-
 PackageSeconds = dict[str, Annotated[float, Range(0, MAX_SECONDS)]]
 """Content of profile/host.json: seconds that Python spent in each package."""

@@ -40,7 +40,6 @@ def _missing(module: str, name: str) -> UserError:
 
 default_store = find("torch.distributed.distributed_c10d", "_get_default_store")
 WORLD = find("torch.distributed.distributed_c10d", "_world")
-FakeProcessGroup = find("torch._C._distributed_c10d", "FakeProcessGroup")
 FakeTensor = find("torch._subclasses.fake_tensor", "FakeTensor")
 TorchDispatchMode = find("torch.utils._python_dispatch", "TorchDispatchMode")
 plain_functions = find("torch._C", "DisableTorchFunctionSubclass")
@@ -52,8 +51,6 @@ fused_attention_choice = find("torch", "_fused_sdp_choice")
 softmax_backward = find("torch", "_softmax_backward_data")
 foreach_norm, foreach_div_ = find("torch", "_foreach_norm"), find("torch", "_foreach_div_")
 foreach_copy_, foreach_mul_ = find("torch", "_foreach_copy_"), find("torch", "_foreach_mul_")
-for _name in ("_device_types", "_get_backend", "_register_backend", "BackendType"):
-    find("torch.distributed", f"ProcessGroup.{_name}")
 for _name in ("Tensor._make_wrapper_subclass", "ScriptObject._type", "Tensor._base", "ops.aten.add.Tensor._schema"):
     find("torch", _name)
 

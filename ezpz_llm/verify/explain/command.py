@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.core.base import count_noun, escape_control_characters, print_lines, require_package
@@ -17,7 +16,6 @@ from ezpz_llm.training.observe.tables import Table, table_text
 from ezpz_llm.training.observe.terminal import terminal_width, wants_color
 from ezpz_llm.training.report.figures import write_figures
 from ezpz_llm.verify.explain import tables
-from ezpz_llm.verify.explain.counterfactual import run_counterfactual
 from ezpz_llm.verify.explain.diagnosis import Diagnosis, check_sentences, diagnose
 from ezpz_llm.verify.explain.page import explain_figures, explain_page
 
@@ -38,18 +36,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained HTML page")
     parser.add_argument("--figures", type=Path, metavar="DIR",
                         help="also write the page's figures as PDF, SVG and PNG, for a paper")
-    parser.add_argument("--counterfactual", action="store_true",
-                        help="run a few training steps again, with and without collectives, and compare "
-                             "the step times")
-    parser.add_argument("--yes", action="store_true", help="start --counterfactual without asking")
     options = parser.parse_args(argv)
     if options.html or options.figures:
         require_package("matplotlib", "a figure", "figures", "--html" if options.html else "--figures")
     run_dir = (options.run_dir or newest_run(Path("runs"), TRAINING, "ezpz-llm explain RUN_DIR").path).absolute()
     diagnosis = diagnose(run_dir)
-    if options.counterfactual:
-        rerun_diagnosis = diagnose(run_counterfactual(run_dir, options.yes))
-        diagnosis = replace(diagnosis, counterfactual=rerun_diagnosis.counterfactual)
     if options.json:
         print_lines(json.dumps(diagnosis.as_record(), indent=2))
     else:
@@ -103,8 +94,6 @@ def _tables(diagnosis: Diagnosis) -> list[Table]:
                  *([tables.ranks_table(split)] if len(split.ranks) > 1 else [])]
     else:
         shown = [tables.phases_table(diagnosis.phases)]
-    if diagnosis.counterfactual:
-        shown.append(tables.counterfactual_table(diagnosis.counterfactual))
     if diagnosis.memory:
         shown.append(tables.memory_table(diagnosis.memory))
     return shown

@@ -25,7 +25,6 @@ from ezpz_llm.verify.explain.causes import (
     rank_causes,
     rank_causes_of_own_program,
 )
-from ezpz_llm.verify.explain.counterfactual import StepsWithoutCollectives, read_steps_without_collectives
 from ezpz_llm.verify.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.verify.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.verify.explain.trace import BETWEEN
@@ -155,8 +154,6 @@ class Diagnosis:
     causes: tuple[Cause, ...]
     memory: Memory | None
     checks: dict[str, Any]
-    counterfactual: tuple[StepsWithoutCollectives, ...] = ()
-    """Step times with and without collectives by rank, of this run or of its rerun."""
     is_foreign: bool = False
     """True if a program other than ezpz_llm's trainer wrote the run."""
     times: StepTimes | None = None
@@ -201,8 +198,6 @@ class Diagnosis:
                            "waited_s": rank.waited_s, "per_step": rank.per_step()} for rank in self.split.ranks],
                 "straggler": self.split.straggler.rank, "per_step": self.split.per_step(),
                 "untraced": self.untraced}
-        record["counterfactual"] = [{**asdict(times), "removed_share": times.removed_share,
-                                     "exposed_share": times.exposed_share} for times in self.counterfactual]
         return record
 
 
@@ -242,8 +237,7 @@ def diagnose(run_dir: Path) -> Diagnosis:
                         key=lambda cause: -cause.seconds)
     return Diagnosis(run_dir, (layout and layout.degrees.name) or _OWN_LAYOUT, world_size, wall, split,
                      phases, tuple(limit_to_run(causes)), _compare_memory(record.memory, split, deepspeed, run),
-                     crosschecks(run_dir, split), tuple(read_steps_without_collectives(run_dir, split)),
-                     is_foreign=run is None,
+                     crosschecks(run_dir, split), is_foreign=run is None,
                      times=step_times(rows, summary.ceiling_share,
                                       _low_share_advice(run, is_traced=split is not None)),
                      load=recorded_load(record))

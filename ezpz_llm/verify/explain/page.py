@@ -42,8 +42,6 @@ def _sections(diagnosis: Diagnosis) -> list[tuple[str, Sequence[Part]]]:
         sections.append(("Step time", [
             bars_figure("step", "Steady step on rank 0", [("rank 0", diagnosis.phases)], "ms", 1e3),
             tables.phases_table(diagnosis.phases)]))
-    if diagnosis.counterfactual:
-        sections.append(("Without collectives", [tables.counterfactual_table(diagnosis.counterfactual)]))
     if diagnosis.memory:
         sections.append(("Memory", [
             bars_figure("memory", "Memory, each kind on the rank that uses most of it",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ezpz_llm.core.base import count_noun
 from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.observe.tables import Table, percentages, wall_table
 from ezpz_llm.training.observe.traffic import call_traffic
-from ezpz_llm.verify.explain.counterfactual import StepsWithoutCollectives
 from ezpz_llm.verify.explain.diagnosis import Memory
 from ezpz_llm.verify.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Split
 
@@ -159,15 +158,6 @@ def phases_table(phases: Mapping[str, float]) -> Table:
     return Table("Phases of a step on rank 0, including communication", ("", "ms", "share"), tuple(
         (name, f"{seconds * 1e3:.2f}", share)
         for (name, seconds), share in zip(phases.items(), shares, strict=True)))
-
-
-def counterfactual_table(ranks: Sequence[StepsWithoutCollectives]) -> Table:
-    """Return the table of step times with and without collectives."""
-    return Table("Exposed communication, measured by removing collectives (median step time)",
-                 ("rank", "with collectives, ms", "without, ms", "share removed", "exposed share in traces"), tuple(
-        (str(times.rank), f"{times.real_s * 1e3:.1f}", f"{times.stubbed_s * 1e3:.1f}",
-         f"{times.removed_share:.1%}", "-" if times.exposed_share is None else f"{times.exposed_share:.1%}")
-        for times in ranks))
 
 
 def memory_table(memory: Memory) -> Table:

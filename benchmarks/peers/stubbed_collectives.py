@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import ProcessGroup
-
-from ezpz_llm.training.dist.private_names import WORLD, FakeProcessGroup
+from torch.distributed.distributed_c10d import _world
 
 _FAKE_BACKENDS: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
+
 
 @contextmanager
 def stubbed_collectives() -> Iterator[None]:
@@ -22,7 +23,7 @@ def stubbed_collectives() -> Iterator[None]:
     All ranks must enter and leave between the same collectives.
     """
     with ExitStack() as stack:
-        for group in list(WORLD.pg_map):
+        for group in list(_world.pg_map):
             for device in group._device_types:
                 stack.enter_context(_stubbed(group, device))
         yield
