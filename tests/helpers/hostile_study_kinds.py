@@ -58,7 +58,6 @@ def study(rng: Random, folder: Path) -> object:
     from ezpz_llm.verify.scaling.command import main
     from ezpz_llm.verify.scaling.findings import find
     from ezpz_llm.verify.scaling.page import findings_page
-    from ezpz_llm.verify.scaling.paper import paragraph
     from ezpz_llm.verify.scaling.study import read_study, run_dir_of
     from ezpz_llm.verify.scaling.study_report import compare_main, findings_text
 
@@ -85,8 +84,7 @@ def study(rng: Random, folder: Path) -> object:
                for point in findings.points for repeat in point.repeats)
     if way == 4 and rng.random() < 0.1:
         return findings_page(findings)
-    return findings_text(findings, 100, color=rng.random() < 0.5), [paragraph(findings, curve)
-                                                                    for curve in findings.curves]
+    return findings_text(findings, 100, color=rng.random() < 0.5)
 
 
 _CERTIFICATE = {

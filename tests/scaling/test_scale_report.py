@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -25,9 +24,9 @@ from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.scale import main as scale_main
 from ezpz_llm.verify.scaling.compare import compare, comparison_notes
 from ezpz_llm.verify.scaling.efficiency import curves_of, points_of
-from ezpz_llm.verify.scaling.findings import Findings, find
+from ezpz_llm.verify.scaling.findings import find
 from ezpz_llm.verify.scaling.page import findings_page, scaling_figure
-from ezpz_llm.verify.scaling.paper import paragraph, write_paper
+from ezpz_llm.verify.scaling.paper import write_paper
 from ezpz_llm.verify.scaling.report_record import report_record
 from ezpz_llm.verify.scaling.study import Point, Study, add_repeat
 from ezpz_llm.verify.scaling.study_report import findings_text, report_main
@@ -232,10 +231,10 @@ def test_scaling_figure_has_intervals_and_ideal_line(folder):
     assert bars.get_segments()[-1][:, 1] == pytest.approx([64 * 256 / slow, 64 * 256 / fast])
 
 
-def test_paper_writes_figure_table_and_paragraph(folder, tmp_path):
+def test_paper_writes_figure_and_table(folder, tmp_path):
     assert scale_main(["paper", str(folder), "--out", str(tmp_path / "a"), "--width", "3.35"]) == 0
     names = {f"scaling-{mode}.{form}" for mode in ("weak", "strong") for form in ("pdf", "svg", "png", "tex")}
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {*names, "paragraph.tex"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == names
     drawing = xml.parse(tmp_path / "a" / "scaling-weak.svg").getroot()
     assert float(drawing.get("width").removesuffix("pt")) == pytest.approx(3.35 * 72)
     assert len(list(drawing.iter("{http://www.w3.org/2000/svg}use"))) > 6  # a marker for each point
@@ -257,11 +256,6 @@ def test_paper_writes_figure_table_and_paragraph(folder, tmp_path):
         assert efficiency == ("baseline" if row.nodes == 1 else f"{100 * row.efficiency:.1f} "
                               f"[{100 * row.efficiency_low:.1f}, {100 * row.efficiency_high:.1f}]")
         assert mfu == "41.0"
-    text = (tmp_path / "a" / "paragraph.tex").read_text()
-    assert "We measured strong scaling of layout zero3 on 1, 2, 4 nodes" in text
-    assert f"{100 * rows['weak-ddp-n4-r4'].efficiency:.1f} [" in text
-    assert r"\%" in text
-    assert not [row for row in text.splitlines() if re.search(r"(?<!\\)%", row) and not row.startswith("% ")]
 
     again = write_paper(findings, tmp_path / "b", 3.35)
     assert all(path.read_bytes() == (tmp_path / "a" / path.name).read_bytes() for path in again)
@@ -333,19 +327,6 @@ def figure_values(figure):
         values = [float(y) for container in axes.containers for segment in container[2][0].get_segments()
                   for y in segment[:, 1]]
         yield min(values), max(values)
-
-
-@pytest.mark.parametrize(("numbers", "steps", "sentence"), [
-    ((0, 1), 20, "with a 95 \\% interval that is too wide to be stated."),
-    ((0,), 20, "which does not include the variation between runs)."),
-    ((0,), 5, "\\% (its error is unknown).")])
-def test_the_paragraph_says_how_certain_its_efficiency_is(numbers, steps, sentence):
-    repeats = [repeat("weak", ranks, number, steps=[0.1 * (1 + 17 * (ranks == 2) * number)] * steps)
-               for ranks in (1, 2) for number in numbers]
-    curve, = curves_of(points_of(repeats))
-    text = paragraph(Findings("a", curve.points, (curve,), ()), curve)
-    assert sentence in text
-    assert "1 times" not in text
 
 
 def test_layouts_with_other_sizes_share_one_axis():

@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 
 from ezpz_llm.core.base import group_by_key
+from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.training.observe.history import Spread, is_finite, spread
 from ezpz_llm.verify.scaling.study import SPLIT, Mode, Repeat
 
@@ -126,7 +127,7 @@ def student_t_quantile(confidence: float, freedom: float) -> float:
 
 Unit = Literal["nodes", "ranks"]
 
-MAX_DISAGREEMENT = 1.3
+_MAX_DISAGREEMENT = 1.3
 """Step time of a point's slowest run over its fastest, above which the notes warn of a disturbance."""
 
 
@@ -270,6 +271,17 @@ class Curve:
         """Return tokens/s relative to the smallest point."""
         return point.tokens_per_second / self.base.tokens_per_second
 
+    def superlinear_note(self, point: Measured) -> str | None:
+        """Return a note on an efficiency above 100 %, which more devices cannot cause; None if it is not above."""
+        efficiency = self.efficiency(point)
+        if point is self.base or efficiency.value <= 1:
+            return None
+        if efficiency.is_too_wide or (efficiency.interval is not None and efficiency.interval[0] <= 1):
+            return f"its efficiency of {efficiency.value:.1%} is within the noise of 100 %"
+        return (f"its efficiency of {efficiency.value:.1%} is above 100 %, so the baseline {self.base.name} does "
+                "more work per token, was disturbed, or lacked memory or cache. Compare it with "
+                f"{to_typable(f'ezpz-llm explain {self.base.first.run_dir}')}")
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Warnings about points that are not comparable, were disturbed, or have failed runs."""
@@ -284,7 +296,7 @@ class Curve:
                   for point in self.points if not point.loss_decreased]
         notes += [f"{point.name}: its slowest run took {point.disagreement:.1f} times as long as its fastest. "
                   "Something disturbed it: check its runs, and measure the point again"
-                  for point in self.points if point.disagreement > MAX_DISAGREEMENT]
+                  for point in self.points if point.disagreement > _MAX_DISAGREEMENT]
         notes += [f"{point.name}: {len(point.repeats) - len(point.good)} of {len(point.repeats)} runs failed"
                   for point in self.points if len(point.good) < len(point.repeats)]
         return tuple(notes)

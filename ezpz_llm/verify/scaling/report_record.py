@@ -9,7 +9,6 @@ from ezpz_llm.verify.scaling.efficiency import CONFIDENCE, Curve, Measured
 from ezpz_llm.verify.scaling.findings import Findings
 from ezpz_llm.verify.scaling.fit import FORMULA, Extrapolation, Fit
 from ezpz_llm.verify.scaling.study import SPLIT, Provenance, Repeat
-from ezpz_llm.verify.scaling.superlinear import explain_superlinear
 
 
 class Row(Struct, frozen=True):
@@ -144,7 +143,7 @@ def _row(point: Measured, curve: Curve | None, origin: Provenance | None) -> Row
         return row
     efficiency = curve.efficiency(point)
     low, high = efficiency.interval or (None, None)
-    remarks = [*point.errors, *explain_superlinear(curve, point)]
+    remarks = [*point.errors, *([note] if (note := curve.superlinear_note(point)) else [])]
     return replace(row, speed_up=curve.speed_up(point), efficiency=efficiency.value, efficiency_low=low,
                    efficiency_high=high, interval_basis=efficiency.basis, remark="; ".join(remarks) or None)
 

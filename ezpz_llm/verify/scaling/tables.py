@@ -13,7 +13,6 @@ from ezpz_llm.verify.scaling.efficiency import CONFIDENCE, Curve, Estimate, Meas
 from ezpz_llm.verify.scaling.findings import Findings
 from ezpz_llm.verify.scaling.fit import FORMULA, Fit
 from ezpz_llm.verify.scaling.study import SPLIT
-from ezpz_llm.verify.scaling.superlinear import explain_superlinear
 
 STEPS_ONLY = "*: only one run, so its interval does not include the variation between runs"
 
@@ -151,9 +150,8 @@ def _resource_cells(point: Measured) -> tuple[str, ...]:
 
 
 def _curve_notes(curve: Curve) -> tuple[str, ...]:
-    """Return the notes of a curve, including the causes of each efficiency above 100 %."""
-    superlinear = [f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}"
-                   for point in curve.points if (causes := explain_superlinear(curve, point))]
+    """Return the notes of a curve, including those on efficiencies above 100 %."""
+    superlinear = [f"{point.name}: {note}" for point in curve.points if (note := curve.superlinear_note(point))]
     is_marked = any(curve.efficiency(point).basis == "steps" for point in curve.points)
     return (*curve.notes, *superlinear, *([STEPS_ONLY] if is_marked else []))
 
