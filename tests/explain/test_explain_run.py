@@ -97,7 +97,7 @@ def _check_notes(job, rank):
     """Check that DeepSpeed's logger counts the same collectives, and that the step's memory is recorded."""
     assert rank.notes["transient_bytes"] > 1_000_000
     logged = {name: entry["count"] for name, entry in rank.notes["deepspeed"].items()}
-    if job.startswith(("zero", "pp")):
+    if job.startswith("zero"):  # in the pipeline, the logger also counts reductions of groups of one rank
         assert sum(logged.values()) == sum(exposed.count for exposed in rank.exposed) / rank.steps
     if job.startswith(("zero1", "zero2")):
         assert rank.notes["flops"]["deepspeed"] == rank.notes["flops"]["ours"]
