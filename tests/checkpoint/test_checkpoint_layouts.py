@@ -23,7 +23,7 @@ from ezpz_llm.training.data.prepare import prepare
 from ezpz_llm.training.data.samples import Batches
 from ezpz_llm.training.data.shards import TokenData
 from ezpz_llm.training.layout.ops import is_built
-from ezpz_llm.training.trainer.position import Position, hash_samples
+from ezpz_llm.training.trainer.run_data import Position, hash_samples
 
 RESULT = ROOT / "benchmarks" / "results" / "resume_matrix.json"
 BLOCK = 32

@@ -22,8 +22,8 @@ from ezpz_llm.training.observe import WallClock
 from ezpz_llm.training.trainer.checkpoint_saves import save
 from ezpz_llm.training.trainer.loop import train_step
 from ezpz_llm.training.trainer.options import parse
-from ezpz_llm.training.trainer.position import Position
 from ezpz_llm.training.trainer.run import resume_from_checkpoint, start
+from ezpz_llm.training.trainer.run_data import Position
 from ezpz_llm.training.trainer.session import Session
 from ezpz_llm.training.trainer.step_end import flush
 

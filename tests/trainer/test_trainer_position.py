@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ezpz_llm.training.trainer.position import Position, hash_samples
+from ezpz_llm.training.trainer.run_data import Position, hash_samples
 
 ALONE = SimpleNamespace(world_size=1)
 SAMPLES = np.random.default_rng(0).integers(257, size=(60, 9))

@@ -29,8 +29,7 @@ from ezpz_llm.training.trainer import loop
 from ezpz_llm.training.trainer.config import TrainConfig
 from ezpz_llm.training.trainer.options import parse
 from ezpz_llm.training.trainer.plan import plan_run
-from ezpz_llm.training.trainer.recorded_settings import recorded_settings
-from ezpz_llm.training.trainer.resume import find_resume_point
+from ezpz_llm.training.trainer.resume import find_resume_point, recorded_settings
 from ezpz_llm.training.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",

@@ -22,8 +22,7 @@ from ezpz_llm.training.trainer.callbacks.callback_checks import check_callbacks
 from ezpz_llm.training.trainer.check_report import explain_plan, memory_warning, setting_warnings, warning
 from ezpz_llm.training.trainer.options import Options, dump, parse
 from ezpz_llm.training.trainer.plan import check_run
-from ezpz_llm.training.trainer.resume import find_resume_point
-from ezpz_llm.training.trainer.resume_changes import resume_warning
+from ezpz_llm.training.trainer.resume import find_resume_point, resume_warning
 
 
 def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:

@@ -10,8 +10,8 @@ from ezpz_llm.launcher.basics.variables import COMPILING, TRAINING
 from ezpz_llm.training.layout.ds_defaults import uses_nvme
 from ezpz_llm.training.trainer.checkpoint_saves import advance_async_save
 from ezpz_llm.training.trainer.device_copy import to_device
-from ezpz_llm.training.trainer.position import hash_samples
 from ezpz_llm.training.trainer.rollback import try_rollback
+from ezpz_llm.training.trainer.run_data import hash_samples
 from ezpz_llm.training.trainer.schedule import learning_rate
 from ezpz_llm.training.trainer.session import Session
 from ezpz_llm.training.trainer.step_end import after_step, end_early

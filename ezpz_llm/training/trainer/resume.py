@@ -6,24 +6,31 @@ A requeued job runs the same command each time, so this module determines how fa
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import shlex
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ezpz_llm.core.base import UserError, is_own, shorten_value, user_path
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.core.rundir.layout_record import read_layout_record
-from ezpz_llm.core.rundir.records import RunRecord, read_record
+from ezpz_llm.core.rundir.layout_record import LayoutRecord, read_layout_record
+from ezpz_llm.core.rundir.records import Data, RunRecord, read_record
 from ezpz_llm.training.checkpoint.retention import find, has_checkpoint
-from ezpz_llm.training.checkpoint.state import read_state
+from ezpz_llm.training.checkpoint.state import State, read_state
+from ezpz_llm.training.data.corpora import CORPORA
+from ezpz_llm.training.data.mixture import absolute_corpus, canonical_corpus, find_mixture
+from ezpz_llm.training.data.prepare import find_prepared
+from ezpz_llm.training.data.shards import TokenData
+from ezpz_llm.training.data.tokenizers import TOKENIZERS, choose_tokenizer, describe
 from ezpz_llm.training.hf.source import find_checkpoint
 from ezpz_llm.training.layout.batch import option_of
+from ezpz_llm.training.layout.ds_config import names
 from ezpz_llm.training.layout.value_source import DEFAULT, FROM_DS_CONFIG, Origin, ValueSource, read_sources
 from ezpz_llm.training.trainer.checkpoint_identity import check_origin
-from ezpz_llm.training.trainer.config import FIELDS
+from ezpz_llm.training.trainer.config import FIELDS, TrainConfig
 from ezpz_llm.training.trainer.options import Options
-from ezpz_llm.training.trainer.recorded_settings import recorded_settings
-from ezpz_llm.training.trainer.resume_data import check_data
+from ezpz_llm.training.trainer.plan import RANGES, RunPlan
+from ezpz_llm.training.trainer.schedule import SCHEDULES, learning_rate
 
 AUTO = "auto"
 """Value of `--resume` that continues the run directory if it has a checkpoint."""
@@ -195,3 +202,126 @@ def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:
     if not given & {"micro_batch", "accumulation"}:
         sizes["micro_batch"] = layout.batch.micro_batch
     return sizes
+
+
+_SCHEDULE = ("lr", "schedule", "min_lr", "warmup_steps", "warmup_type", "warmup_min_lr", "decay_steps",
+             "wsd_decay_steps")
+_OTHER_SETTINGS = ("optimizer", "beta1", "beta2", "eps", "weight_decay", "grad_accum_dtype", "reduce_dtype",
+                   "z_loss", "spike_norm", "spike_loss", "bad_steps", "on_bad_steps", "overfit_one_batch",
+                   "mask_documents")
+
+
+def resume_warning(plan: RunPlan, step: int) -> str | None:
+    """Return a warning about changed training settings, with the options that restore them; None if there are none.
+
+    Args:
+        step: step of the checkpoint.
+    """
+    run = run_of(Path(str(plan.config.resume)))
+    record, layout = read_record(run), read_layout_record(run) or LayoutRecord()
+    saved, model = record.config or {}, record.model_settings
+    now = {name: getattr(plan.config, name) for name in (*_SCHEDULE, *_OTHER_SETTINGS)}
+    before = {name: saved[name] for name in now if _is_usable(name, saved.get(name))}
+    resolved = plan.resolved
+    for name, old, new in (
+            ("global_batch", layout.batch and layout.batch.global_batch, resolved.batch.global_batch),
+            ("clip", layout.clip, resolved.clip),
+            ("precision", layout.precision, resolved.precision),
+            ("dropout", model.dropout, plan.model.dropout),
+            ("block_size", model.block_size, plan.model.block_size)):
+        if old is not None and "auto" not in (old, new):
+            before[name], now[name] = old, new
+    changed = [name for name in before if before[name] != now[name]]
+    if not changed:
+        return None
+    rate = ""
+    if before.get("schedule") in SCHEDULES and not set(changed).isdisjoint(_SCHEDULE):
+        old_config = replace(plan.config, **{name: before[name] for name in _SCHEDULE if name in before})
+        rate = (f"The learning rate was {learning_rate(step - 1, old_config):.3g} at step {step}. At step "
+                f"{step + 1} it is now {learning_rate(step, plan.config):.3g}; with the old settings it would be "
+                f"{learning_rate(step, old_config):.3g}. ")
+    values = ", ".join(f"{name} was {shorten_value(before[name])} and is {shorten_value(now[name])} "
+                       f"({resolved.sources.get(name, plan.sources[name])})" for name in changed)
+    keep = " ".join(f"{option_of(name)} {shorten_value(before[name])}" for name in changed)
+    return f"resuming {run.path} with different settings: {values}. {rate}To keep the old settings, add {keep}"
+
+
+def _is_usable(name: str, saved: Any) -> bool:
+    """Return True if a recorded value has a usable type and, if the setting has a range, is in it. Other versions
+    may record other values, or none."""
+    if name in RANGES:
+        return isinstance(saved, (int, float)) and RANGES[name].beyond(saved) is None
+    return isinstance(saved, (int, float, str))
+
+
+def check_data(options: Options, chosen: set[str], run: RunDir, record: RunRecord,
+               state: State) -> None:
+    """Check that corpus, tokenizer and text key select the tokens that the run was trained on.
+
+    Corpora with different names may hold the same tokens. If the new corpus is prepared, compare fingerprints
+    of the tokens. If the run's corpus is gone, accept the new one here, since it may be a copy; it is compared once
+    it is prepared.
+
+    Args:
+        options: complete options, with the run's settings.
+        chosen: names of the settings that were given with `--resume`.
+        record: the run's run.json, without members if it does not exist.
+        state: state of the run's checkpoint.
+
+    Raises:
+        UserError: the tokens differ, or may differ.
+    """
+    config, saved = options.config, record.config or {}
+    saved_tokenizer = state.tokenizer
+    if "tokenizer" in chosen and config.tokenizer and saved_tokenizer \
+            and not choose_tokenizer(config.tokenizer).fits(saved_tokenizer):
+        raise _mismatch(run, "tokenizer", describe(saved_tokenizer), config.tokenizer)
+    before = saved.get("corpus")
+    if not before:
+        return
+    source = (record.data or Data()).source.get("corpus", before)
+    if "corpus" in chosen and _identity(config.corpus) not in (_identity(before), _identity(source)):
+        folder = find_prepared(config.corpus, config.tokenizer, config.text_key)
+        is_mixture = bool(find_mixture(config.corpus))
+        differs = (TokenData.open(folder).fingerprint != state.data if folder else
+                    is_mixture or source in CORPORA or os.path.exists(user_path(source)))
+        if differs:
+            advice = ("" if folder or is_mixture else f"; if {config.corpus} holds the same text, prepare it "
+                      f"first: python3 -m ezpz_llm.data prepare {shlex.quote(config.corpus)}")
+            raise _mismatch(run, "corpus", before, config.corpus, advice)
+    elif "text_key" in chosen and saved.get("text_key", config.text_key) != config.text_key:
+        raise _mismatch(run, "text-key", saved["text_key"], config.text_key)
+
+
+def _identity(corpus: str) -> str | list[tuple[str, float]]:
+    """Return a value that is equal for all spellings of the same corpus or mixture."""
+    if parts := find_mixture(corpus):
+        return [(canonical_corpus(part), weight) for part, weight in parts]
+    return canonical_corpus(corpus)
+
+
+def _mismatch(run: RunDir, option: str, before: str, now: str, advice: str = "") -> UserError:
+    return UserError(f"the run was trained with --{option} {before}, not {now}: the training samples would change",
+                     where=f"{run.path}; --{option}",
+                     instead=f"omit --{option} to use the run's {option}, or start a new run without "
+                             f"--resume{advice}")
+
+
+def recorded_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings by name, with absolute paths, so that a run can be resumed from any working directory."""
+    settings = asdict(config)
+    settings["corpus"] = absolute_corpus(config.corpus)
+    if config.init_from is not None and user_path(config.init_from).is_dir():  # otherwise a hub id
+        settings["init_from"] = _absolute(config.init_from)
+    if config.tokenizer is not None and config.tokenizer not in TOKENIZERS:
+        settings["tokenizer"] = _absolute(config.tokenizer)
+    if config.ds_config not in names():
+        settings["ds_config"] = _absolute(config.ds_config)
+    for name in ("hellaswag", "nvme_path", "resume"):
+        if settings[name] is not None:
+            settings[name] = _absolute(settings[name])
+    return settings
+
+
+def _absolute(path: str) -> str:
+    return str(user_path(path).absolute())

@@ -52,10 +52,8 @@ from ezpz_llm.training.trainer.early_end import EarlyEnd
 from ezpz_llm.training.trainer.loop import train
 from ezpz_llm.training.trainer.options import Options
 from ezpz_llm.training.trainer.plan import SEPARATOR_ADVICE, RunPlan, plan_run, with_tokenizer
-from ezpz_llm.training.trainer.position import Position
-from ezpz_llm.training.trainer.resume import ResumePoint, find_resume_point
-from ezpz_llm.training.trainer.resume_changes import resume_warning
-from ezpz_llm.training.trainer.run_data import RunData
+from ezpz_llm.training.trainer.resume import ResumePoint, find_resume_point, resume_warning
+from ezpz_llm.training.trainer.run_data import Position, RunData
 from ezpz_llm.training.trainer.run_description import describe_run, step_work
 from ezpz_llm.training.trainer.run_result import finish
 from ezpz_llm.training.trainer.session import Checkpoints, Session

@@ -33,7 +33,7 @@ from ezpz_llm.training.trainer.check_report import setting_warnings, settings_by
 from ezpz_llm.training.trainer.first_screen import checkpoint_rule, first_screen
 from ezpz_llm.training.trainer.memory_estimate import memory_warning
 from ezpz_llm.training.trainer.plan import RunPlan
-from ezpz_llm.training.trainer.recorded_settings import recorded_settings
+from ezpz_llm.training.trainer.resume import recorded_settings
 
 
 def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> None:
