@@ -27,7 +27,31 @@ def _parser() -> argparse.ArgumentParser:
         "ezpz-llm data tokenizer gpt2 --download  on a machine with network access"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    add = commands.add_parser("prepare", help="convert text to token shards and print their folder")
+    _add_prepare(commands.add_parser("prepare", help="convert text to token shards and print their folder"))
+    for name, run, text in (("verify", _verify, "check the sha256 of every shard in a folder"),
+                            ("show", _show, "print a summary of a folder of shards")):
+        add = commands.add_parser(name, help=text)
+        add.add_argument("folder", type=Path, metavar="DIR")
+        add.set_defaults(run=run)
+
+    add = commands.add_parser("which", help="list the documents that a step of a run read")
+    add.add_argument("folder", type=Path, metavar="RUN", help="run directory")
+    add.add_argument("--step", type=int, required=True, metavar="N", help="step number, from 1")
+    add.add_argument("--json", action="store_true", help="print JSON")
+    add.set_defaults(run=_which)
+
+    add = commands.add_parser("tokenizer", help="install the file that the gpt2 tokenizer needs")
+    add.add_argument("name", choices=["gpt2"])
+    source = add.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from-folder", type=Path, metavar="DIR",
+                        help="copy vocab.bpe from this folder, which may be a tiktoken cache folder")
+    source.add_argument("--download", action="store_true", help="download vocab.bpe")
+    add.set_defaults(run=_tokenizer)
+    return parser
+
+
+def _add_prepare(add: argparse.ArgumentParser) -> None:
+    """Add the options of `prepare`."""
     add.add_argument("corpus", metavar="CORPUS",
                      help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a Hugging Face data set) "
                           "or a path: a text, JSON lines or parquet file (plain, gzip or zstd), a folder of such "
@@ -64,27 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     # launch passes --world-size with --check to every command; shards do not depend on it.
     add.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
     add.set_defaults(run=_prepare)
-
-    for name, run, text in (("verify", _verify, "check the sha256 of every shard in a folder"),
-                            ("show", _show, "print a summary of a folder of shards")):
-        add = commands.add_parser(name, help=text)
-        add.add_argument("folder", type=Path, metavar="DIR")
-        add.set_defaults(run=run)
-
-    add = commands.add_parser("which", help="list the documents that a step of a run read")
-    add.add_argument("folder", type=Path, metavar="RUN", help="run directory")
-    add.add_argument("--step", type=int, required=True, metavar="N", help="step number, from 1")
-    add.add_argument("--json", action="store_true", help="print JSON")
-    add.set_defaults(run=_which)
-
-    add = commands.add_parser("tokenizer", help="install the file that the gpt2 tokenizer needs")
-    add.add_argument("name", choices=["gpt2"])
-    source = add.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from-folder", type=Path, metavar="DIR",
-                        help="copy vocab.bpe from this folder, which may be a tiktoken cache folder")
-    source.add_argument("--download", action="store_true", help="download vocab.bpe")
-    add.set_defaults(run=_tokenizer)
-    return parser
 
 
 def _prepare(args: argparse.Namespace) -> int:
