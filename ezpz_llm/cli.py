@@ -6,7 +6,6 @@ line of its docstring is its summary in `ezpz-llm --help`.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
 import textwrap
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ezpz_llm.core.base import UserError, print_lines, run_command, unknown_name_error, version_text
-from ezpz_llm.core.base.command_parser import examples, help_width
+from ezpz_llm.core.base.help_pages import examples, help_width
 from ezpz_llm.core.base.shell_commands import to_typable
 
 _PACKAGE = Path(__file__).parent
@@ -95,4 +94,6 @@ def _help() -> str:
 
 def _summary(path: Path) -> str:
     """Return the first line of a command's docstring, without importing it."""
+    import ast  # only for help pages
+
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]

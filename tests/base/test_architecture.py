@@ -249,7 +249,8 @@ def private_names_in(text: str) -> list[tuple[int, str]]:
     return uses
 
 
-STANDARD = {"_exit", "_replace", "_actions", "_option_string_actions", "_run_exitfuncs", "_SubParsersAction"}
+STANDARD = {"_exit", "_replace", "_asdict", "_fields", "_field_defaults", "_actions", "_option_string_actions",
+            "_run_exitfuncs", "_SubParsersAction"}
 """Private names of the standard library that may be used."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def _work(*ranks: tuple[str, int], bound: str = "none", **changes: object) -> Wo
     binding = Binding(bound, cores, source="the test")
     work = Work(("python3", "-m", "SHIM", "cmd", "a b"), Placement(ranks, "test"), False, Path("/r/hostfile"), 4,
                 ("PATH",), False, binding=binding, master=("n1-hsn", 4242))
-    return replace(work, **changes)
+    return work._replace(**changes)
 
 
 def _built(name: str, work: Work) -> Built:
@@ -109,7 +108,7 @@ def test_open_mpi_5_cannot_read_a_rank_file_with_a_colon_in_its_path() -> None:
     with pytest.raises(UserError, match="Open MPI 5 cannot read a rank file in /r/09:30"):
         _built("openmpi5", work)
     assert "--rankfile /r/09:30/rankfile" in _words(_built("openmpi4", work))
-    assert "--bind-to none" in _words(_built("openmpi5", replace(work, binding=_work(*_TWO).binding)))
+    assert "--bind-to none" in _words(_built("openmpi5", work._replace(binding=_work(*_TWO).binding)))
 
 
 def test_device_masks_reach_other_nodes() -> None:

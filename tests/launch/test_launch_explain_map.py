@@ -13,7 +13,7 @@ from launch_runs import captured_env, clean_env, launch
 from places import ROOT
 from slowness import scaled
 
-from ezpz_llm.launcher.basics.check_report import format_places, read_places
+from ezpz_llm.launcher.basics.check_places import format_places, read_places
 from ezpz_llm.launcher.basics.hostlist import expand_hostlist, fold_hostnames
 from ezpz_llm.launcher.basics.variables import PLACES_VARIABLE
 from ezpz_llm.training.dist.degrees import Degrees

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import termios
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,16 +34,16 @@ def plans(folder: Path) -> dict[str, LaunchPlan]:
     env = {"PATH": str(folder)}
     job = build_plan(parse(f"--ppn 4 {_COMMAND}".split()), captured_env("slurm/env_sbatch_script.txt") | env)
     here = build_plan(parse(f"-n 2 --hosts localhost {_COMMAND}".split()), env)
-    return {"a laptop": replace(here, hosts=("laptop",), notes=()),
-            "a job of two nodes": replace(job, notes=(NOTE,)),
-            "a job of many nodes": replace(job, hosts=tuple(f"x3101c0s{number}b0n0" for number in range(64)),
+    return {"a laptop": here._replace(hosts=("laptop",), notes=()),
+            "a job of two nodes": job._replace(notes=(NOTE,)),
+            "a job of many nodes": job._replace(hosts=tuple(f"x3101c0s{number}b0n0" for number in range(64)),
                                            notes=())}
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_first_lines_of_a_launch_are_the_golden_ones(width: int, tmp_path: Path) -> None:
     run_dir = RunDir(Path("runs/train-20261124-001200"))
-    text = "\n".join(f"{name}\n\n{opening_lines(replace(plan, run_dir=run_dir), width)}\n"
+    text = "\n".join(f"{name}\n\n{opening_lines(plan._replace(run_dir=run_dir), width)}\n"
                      for name, plan in plans(tmp_path).items())
     check_golden(f"first_lines_{width}.txt", text)
     assert max(map(len, text.splitlines())) <= width

@@ -228,9 +228,11 @@ def test_notes_of_the_check_are_part_of_the_plan(tmp_path: Path) -> None:
 
 
 def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
+    """Dataclasses are slow to define, and import `inspect`; so what launch imports defines named tuples."""
+    heavy = {"torch", "numpy", "mpi4py", "deepspeed", "psutil", "rich",
+             "dataclasses", "inspect", "argparse", "hashlib"}
     program = "import sys; from ezpz_llm.launcher.running.command import main; main(['--dry-run', '-n', '2', " \
-              "'hostname']); " \
-              "print('HEAVY', {'torch', 'numpy', 'mpi4py', 'deepspeed', 'psutil', 'rich'} & set(sys.modules))"
+              f"'hostname']); print('HEAVY', {heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=clean_env(), capture_output=True,
                           text=True, timeout=scaled(60), check=True)
     assert "HEAVY set()" in done.stdout

@@ -233,8 +233,8 @@ def test_a_dialect_that_no_package_has(tmp_path: Path, env: dict[str, str]) -> N
     ("type('Half', (BatchScheduler,), {'detect': Mine.detect})()",
      "TypeError: Can't instantiate abstract class Half"),
     ("type('Nameless', (Mine,), {'TITLE': 7})()", "its TITLE is not a string"),
-    ("type('Old', (Mine,), {'step_launcher': lambda self: StepLauncher('mine', 'Mine step', build)})()",
-     "TypeError: StepLauncher.__init__() takes 3 positional arguments but 4 were given"),
+    ("type('Short', (Mine,), {'step_launcher': lambda self: StepLauncher('mine')})()",
+     "TypeError: StepLauncher.__new__() missing 1 required positional argument: 'dialect'"),
     ("type('Other', (Mine,), {'step_launcher': lambda self: 'mine'})()",
      "its step_launcher() returns a str, not a StepLauncher"),
 ])

@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -298,7 +297,7 @@ def test_the_path_that_the_shim_restores_begins_with_the_copy(tmp_path: Path) ->
     path = f"{sys.prefix}/bin:/usr/bin"
     env = {**clean_env(), "PATH": path}
     plan = build_plan(parse(["-n", "1", "true"]), env)
-    plan = replace(plan, env={**plan.env, PATH_VARIABLE: Setting(path, "Open MPI 4")})
+    plan = plan._replace(env={**plan.env, PATH_VARIABLE: Setting(path, "Open MPI 4")})
     relocated = _relocate(plan, [Root(Path(sys.prefix), "env")], tmp_path, env)
     assert relocated.env[PATH_VARIABLE].value == relocated.env["PATH"].value == f"{tmp_path}/env/bin:{path}"
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ezpz_llm.core.base.errors import UserError, error_text, is_one_line, print_lines
 from ezpz_llm.core.base.untrusted_input import system_text
@@ -66,8 +65,7 @@ def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
     return cache_dir(env).absolute() / "torch_extensions"
 
 
-@dataclass(frozen=True)
-class Plugin:
+class Plugin(NamedTuple):
     """Loaded entry point: its name, the package that declares it with its version, and the loaded object."""
 
     name: str

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import hmac
 import os
 import stat
 from collections.abc import Mapping
@@ -322,4 +320,7 @@ def run_secret(env: Mapping[str, str]) -> bytes | None:
 
 def derive_key(secret: bytes, *purpose: str) -> str:
     """Return a key for one purpose, derived from the secret. It reveals neither the secret nor other keys."""
+    import hashlib  # loads OpenSSL, which a plan does not need
+    import hmac
+
     return hmac.new(secret, "\0".join(purpose).encode(), hashlib.sha256).hexdigest()

@@ -1,13 +1,23 @@
-"""Validation of parsed files against dataclasses and type annotations, with limits for numbers in them."""
+"""Validation of parsed files against classes of fields and type annotations, with limits for numbers in them."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from ezpz_llm.core.base.errors import UserError, nearest_names
 from ezpz_llm.core.base.untrusted_input import shorten_value
@@ -50,8 +60,7 @@ MAX_INTEGER = 2**63 - 1
 KIND_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Inclusive bounds of a number, as in `Annotated[int, Range(1, 100)]`."""
 
     least: float
@@ -80,10 +89,10 @@ Epoch = Annotated[float, Range(0, LAST_SECOND)]
 def as_dataclass(cls: type[T], value: Any, where: str) -> T:
     """Convert a parsed object to a dataclass, and validate it against the annotations of the fields.
 
-    Supports nested dataclasses, `list`, `tuple`, `dict` and `Mapping` (JSON's string keys are converted if the
-    annotation is `int`), `Literal`, unions, `Path`, `Any`, and numbers with a `Range`. A float field accepts an
-    integer. Fields with a default are optional. With a `TypedDict`, the declared members are validated, and other
-    members are kept, since each reader declares only the members that it uses.
+    Supports nested dataclasses and named tuples, `list`, `tuple`, `dict` and `Mapping` (JSON's string keys are
+    converted if the annotation is `int`), `Literal`, unions, `Path`, `Any`, and numbers with a `Range`. A float
+    field accepts an integer. Fields with a default are optional. With a `TypedDict`, the declared members are
+    validated, and other members are kept, since each reader declares only the members that it uses.
 
     Args:
         value: parsed value, as returned by `ezpz_llm.core.base.untrusted_input`.
@@ -125,7 +134,7 @@ def _typed(kind: Any, value: Any, where: str, key: str) -> Any:
         key_kind, value_kind = inside or (Any, Any)
         return {_key(key_kind, name, where, key): _typed(value_kind, member, where, key_path(key, name))
                 for name, member in value.items()}
-    if is_typeddict(kind) or (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+    if _has_fields(kind):
         return _object(kind, value, where, key)
     return _scalar(kind, value, where, key)
 
@@ -151,11 +160,24 @@ def _object(cls: Any, value: Any, where: str, key: str) -> Any:
 @functools.cache
 def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
     """Return (type, True if required) of each field."""
-    kinds, missing = get_type_hints(cls, include_extras=True), dataclasses.MISSING
+    kinds = get_type_hints(cls, include_extras=True)
     if is_typeddict(cls):
         return {name: (kind, name in cls.__required_keys__) for name, kind in kinds.items()}
-    return {field.name: (kinds[field.name], field.default is missing and field.default_factory is missing)
-            for field in dataclasses.fields(cls) if field.init}
+    if _is_named_tuple(cls):
+        return {name: (kinds[name], name not in cls._field_defaults) for name in cls._fields}
+    from dataclasses import MISSING, fields  # imports much that launch does not need
+
+    return {field.name: (kinds[field.name], field.default is MISSING and field.default_factory is MISSING)
+            for field in fields(cls) if field.init}
+
+
+def _has_fields(kind: Any) -> bool:
+    return is_typeddict(kind) or (isinstance(kind, type) and (
+        hasattr(kind, "__dataclass_fields__") or _is_named_tuple(kind)))
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 def _union_member(kinds: Sequence[Any], value: Any, where: str, key: str) -> Any:
@@ -214,7 +236,7 @@ def _type_name(kind: Any) -> str:
     container = get_origin(kind) or kind
     if container in (list, tuple, Sequence):
         return "a list"
-    return "an object" if container in (dict, Mapping) or dataclasses.is_dataclass(kind) else str(kind)
+    return "an object" if container in (dict, Mapping) or _has_fields(kind) else str(kind)
 
 
 def key_path(key: str, name: Any) -> str:

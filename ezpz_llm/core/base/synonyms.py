@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 from ezpz_llm.core.base.errors import UserError, nearest_names
 from ezpz_llm.core.base.untrusted_input import parse_toml, read_text
@@ -17,8 +17,7 @@ _CUTOFF = 0.9
 """Minimum similarity of a misspelled synonym: --lerning-rate matches, --layr does not."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Option of another program, and its replacements here; see synonyms.toml."""
 
     option: str

@@ -18,9 +18,8 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from ezpz_llm.core.base.errors import UserError
 
@@ -533,8 +532,7 @@ def command_line(pid: int) -> str:
 _BETWEEN_TRIES_S = 0.3
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Output of a command, or the reason why it failed if `text` is None."""
 
     text: str | None

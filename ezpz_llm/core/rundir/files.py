@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,6 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,6 @@ class _Inside:
         return run_dir.path.joinpath(*self._names)
 
 
-@dataclass(frozen=True)
 class RunDir:
     """Directory of a run.
 
@@ -57,8 +54,6 @@ class RunDir:
     - `control/`: orders to the node agents
     - `stacks/`: stack traces of ranks
     """
-
-    path: Path
 
     record = _Inside("run.json")
     metrics = _Inside("metrics.jsonl")
@@ -86,10 +81,11 @@ class RunDir:
     tokenizer = _Inside("tokenizer")
     """Copy of the tokenizer's files, if the tokenizer comes from another library."""
 
-    def __post_init__(self) -> None:
-        if not is_one_line(str(self.path)):
-            raise UserError("the name of the run directory has control characters", where=str(self.path),
+    def __init__(self, path: Path) -> None:
+        if not is_one_line(str(path)):
+            raise UserError("the name of the run directory has control characters", where=str(path),
                             instead="another name (--run-dir)")
+        self.path = path
 
     def trace(self, rank: int) -> Path:
         """Return the path of a rank's trace."""
@@ -243,6 +239,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal. Raises the errors of `untrusted_input.open_regular`."""
+    import hashlib  # loads OpenSSL, which launch does not need
+
     digest = hashlib.sha256()
     with untrusted_input.open_regular(path) as file:
         while chunk := file.read(1 << 24):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ezpz_llm.core.base import UserError, print_lines
 from ezpz_llm.core.rundir.files import RunDir
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from ezpz_llm.core.rundir.records import RunRecord
 
 
-@dataclass(frozen=True)
-class RunKind:
+class RunKind(NamedTuple):
     """Kind of run that a command can read.
 
     Attributes:

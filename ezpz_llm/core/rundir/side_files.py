@@ -13,9 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ezpz_llm.core.base import UserError, count_noun, print_lines
 from ezpz_llm.core.rundir.files import RunDir, append_lines, json_text, write_atomic
@@ -27,25 +26,24 @@ _END_WITHIN_S = 5.0
 """Longest wait for a hanging write at the end of a run."""
 
 
-@dataclass
-class _Pending:
-    """Pending writes to a path, in order, since the first failed write."""
-
-    reason: str
-    since: float
-    jobs: deque[_Write] = field(default_factory=deque)
-    lost: int = 0
-
-
-@dataclass(frozen=True)
-class _Write:
+class _Write(NamedTuple):
     write: Callable[[], None]
     values: Sequence[Any]
     """Lines to append; empty if the write replaces the file."""
 
     @property
-    def count(self) -> int:
+    def lines(self) -> int:
         return len(self.values) or 1
+
+
+class _Pending:
+    """Pending writes to a path, in order, since the first failed write."""
+
+    def __init__(self, reason: str, job: _Write) -> None:
+        self.reason = reason
+        self.since = time.monotonic()
+        self.jobs = deque([job])
+        self.lost = 0
 
 
 class SideFiles:
@@ -114,7 +112,7 @@ class SideFiles:
             if not self._thread.is_alive():
                 self._retry()
         for path, pending in self._waiting.items():
-            count = pending.lost + sum(job.count for job in pending.jobs)
+            count = pending.lost + sum(job.lines for job in pending.jobs)
             self._lost.append(f"{_describe(path, count)} could not be written: {pending.reason}")
         self._waiting = {}
         lost, self._lost = self._lost, []
@@ -124,8 +122,8 @@ class SideFiles:
         with self._lock:
             pending = self._waiting.get(path)
             if pending is not None:
-                if sum(earlier.count for earlier in pending.jobs) + job.count > MAX_WAITING:
-                    pending.lost += job.count
+                if sum(earlier.lines for earlier in pending.jobs) + job.lines > MAX_WAITING:
+                    pending.lost += job.lines
                 else:
                     pending.jobs.append(job)
                 return
@@ -133,7 +131,7 @@ class SideFiles:
             job.write()
         except (OSError, UserError) as error:
             with self._lock:
-                self._waiting[path] = _Pending(_reason(error), time.monotonic(), deque([job]))
+                self._waiting[path] = _Pending(_reason(error), job)
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._keep_trying, name="side files", daemon=True)
                     self._thread.start()

@@ -12,9 +12,8 @@ import struct
 import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ezpz_llm.core.base import UserError, command_line, system_link, system_text
 from ezpz_llm.launcher.basics.hostnames import NodeNames, first_label, match_names, normalize
@@ -28,8 +27,7 @@ _DISCARD_PORT = 9
 _USER_SOURCE = "your environment"
 
 
-@dataclass(frozen=True)
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """Address and port where rank 0 listens and the other ranks connect, with the source of each."""
 
     address: str
@@ -415,7 +413,8 @@ def bind_error(address: str, port: int) -> int:
     # torch's TCPStore listens on every interface, so the port must be free on all of them.
     for name in dict.fromkeys((address or "0.0.0.0", "0.0.0.0")):
         try:
-            family, _, _, _, sockaddr = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+            # For a string, Python would import its codec of international names.
+            family, _, _, _, sockaddr = socket.getaddrinfo(os.fsencode(name), port, type=socket.SOCK_STREAM)[0]
         except OSError:
             return errno.EADDRNOTAVAIL
         with socket.socket(family, socket.SOCK_STREAM) as probe:

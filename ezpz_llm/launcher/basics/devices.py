@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ezpz_llm.core.base import system_text
 
@@ -23,8 +23,7 @@ _PCI_PROPERTIES = ("domain", "location_id")
 """Properties of an AMD topology node that give its PCI address."""
 
 
-@dataclass(frozen=True)
-class Devices:
+class Devices(NamedTuple):
     """Visible accelerators: their ids in the mask, or their numbers in the driver."""
 
     ids: tuple[str, ...]

@@ -10,7 +10,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError
 
@@ -123,8 +123,7 @@ def count_repeats(names: Iterable[str]) -> dict[str, int]:
     return sum_by_node([(name, 1) for name in names])
 
 
-@dataclass(frozen=True)
-class Matches:
+class Matches(NamedTuple):
     """Positions of names in another source (None if missing), and the pairs of names whose domains differ."""
 
     places: tuple[int | None, ...]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError, as_type, parse_json, shorten_value
 from ezpz_llm.launcher.basics.hostlist import expand_counts
@@ -41,8 +41,7 @@ The ranks of torchrun would inherit them, and MPI would identify all ranks of a 
 """
 
 
-@dataclass(frozen=True)
-class RankInfo:
+class RankInfo(NamedTuple):
     """Rank of a process in its job; `source` names the variables used, `notes` report variables that disagree."""
 
     rank: int
@@ -54,8 +53,7 @@ class RankInfo:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """Rank variables of one launcher. In a tuple of names, the first that is set is used.
 
     Attributes:
@@ -96,7 +94,7 @@ _HIGH_PRECEDENCE = (
            ("MV2_COMM_WORLD_LOCAL_SIZE",)),
     Family("Hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",),
            requires=("MPI_LOCALRANKID",)),
-    replace(_SRUN, name="srun with PMI", rank="PMI_RANK", size=("PMI_SIZE",),
+    _SRUN._replace(name="srun with PMI", rank="PMI_RANK", size=("PMI_SIZE",),
             requires=("SLURM_STEP_ID", "SLURM_LOCALID")),
     Family("PMI", "PMI_RANK", ("PMI_SIZE",), "PMI_LOCAL_RANK", ("PMI_LOCAL_SIZE",)),
     Family("PMIx", "PMIX_RANK", (WORLD_SIZE_VARIABLE,), "PMIX_LOCAL_RANK"),
@@ -114,8 +112,7 @@ MPI_FAMILIES = ("Cray PALS", "Open MPI", "MVAPICH", "Hydra", "PMI", "jsrun")
 """Prefixes of the names of families whose ranks form one MPI world."""
 
 
-@dataclass(frozen=True)
-class _Reading:
+class _Reading(NamedTuple):
     """Values of one family's variables; None if not set."""
 
     source: str
@@ -128,7 +125,7 @@ class _Reading:
 
 def names_for_ranks(families: Sequence[Family]) -> dict[str, str]:
     """Return the variable that passes plug-in families to `find_rank`; empty if there are none."""
-    return {RANK_NAMES_VARIABLE: json.dumps([asdict(family) for family in families])} if families else {}
+    return {RANK_NAMES_VARIABLE: json.dumps([family._asdict() for family in families])} if families else {}
 
 
 def _families(env: Mapping[str, str]) -> tuple[Family, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.core.base import UserError, count_noun
@@ -42,7 +41,7 @@ def select_nodes(allocation: Allocation, nodes: int | None, hosts: str | None, h
                             f"{count_noun(len(allocation.hosts), 'node')}: "
                             f"{_names(allocation.hosts)}", where=allocation.source,
                             instead=f"--nodes {len(allocation.hosts)} or less")
-        allocation = replace(allocation, hosts=allocation.hosts[:nodes])
+        allocation = allocation._replace(hosts=allocation.hosts[:nodes])
     return allocation
 
 
@@ -53,12 +52,12 @@ def _select_by_file(allocation: Allocation, path: Path) -> Allocation:
     if allocation.scheduler != local.NAME:
         selected, allocation = _find_nodes(allocation, [host.name for host in hosts], source)
         if has_slots:
-            selected = [replace(host, slots=entry.slots, slots_count_cores=False)
+            selected = [host._replace(slots=entry.slots, slots_count_cores=False)
                         for host, entry in zip(selected, hosts, strict=True)]
         selected, allocation = _order_nodes(allocation, selected)
         hosts = tuple(selected)
     slots_from = Origin(f"slots of {source}", Place.USER) if has_slots else allocation.slots_from
-    return replace(allocation, hosts=hosts, source=source, slots_are_a_limit=has_slots, slots_from=slots_from)
+    return allocation._replace(hosts=hosts, source=source, slots_are_a_limit=has_slots, slots_from=slots_from)
 
 
 def _select_by_list(allocation: Allocation, text: str, *, defines_nodes: bool) -> Allocation:
@@ -77,10 +76,10 @@ def _select_by_list(allocation: Allocation, text: str, *, defines_nodes: bool) -
         listed_keys.add(key)
     if defines_nodes:
         parse("\n".join(names), source)
-        return replace(allocation, hosts=tuple(Node(name) for name in names), source=source)
+        return allocation._replace(hosts=tuple(Node(name) for name in names), source=source)
     selected, allocation = _find_nodes(allocation, names, source)
     selected, allocation = _order_nodes(allocation, selected)
-    return replace(allocation, hosts=tuple(selected), source=f"{source} of {allocation.source}")
+    return allocation._replace(hosts=tuple(selected), source=f"{source} of {allocation.source}")
 
 
 def _find_nodes(allocation: Allocation, names: Sequence[str], source: str) -> tuple[list[Node], Allocation]:

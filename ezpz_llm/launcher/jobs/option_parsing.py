@@ -8,9 +8,8 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ezpz_llm.core.base import (
     MAX_NODES,
@@ -21,13 +20,12 @@ from ezpz_llm.core.base import (
     user_path,
     whole_number,
 )
-from ezpz_llm.core.base.command_parser import examples, help_width, typed_name, wrap_paragraph
+from ezpz_llm.core.base.help_pages import examples, help_width, typed_name, wrap_paragraph
 from ezpz_llm.core.base.synonyms import unknown_option_error
 from ezpz_llm.launcher.jobs.schedulers import SCHEDULERS as OURS, schedulers, step_launchers
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """Definition of an option.
 
     Attributes:
@@ -206,8 +204,7 @@ def _launcher_choices() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*LAUNCHERS, *step_launchers())))
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Parsed command line of launch; `command` has the user's words unchanged."""
 
     command: tuple[str, ...] = ()
@@ -322,8 +319,7 @@ _PACKAGE = "ezpz_llm"
 _SCRIPT = "ezpz-llm"
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """Command to launch.
 
     Attributes:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError, user_path
 from ezpz_llm.launcher.basics.devices import gpu_driver
@@ -21,8 +21,7 @@ _GPU_OPTIONS = frozenset(("--nv", "--nvccli", "--rocm"))
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 
 
-@dataclass(frozen=True)
-class RankContainer:
+class RankContainer(NamedTuple):
     """Container of the ranks, and the arguments that start it.
 
     Args:

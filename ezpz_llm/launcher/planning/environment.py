@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ezpz_llm.core.base import (
     SECRET_VARIABLE,
@@ -51,8 +51,7 @@ RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """Value of an environment variable that launch sets, and its source or reason."""
 
     value: str
@@ -116,7 +115,7 @@ def extension_settings(env: Mapping[str, str]) -> dict[str, Setting]:
     """
     if env.get(EXTENSIONS_VARIABLE):
         return {}
-    python = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    python = f"{zlib.crc32(sys.prefix.encode()):08x}"
     try:
         folder = extensions_dir(env) / f"py{sys.version_info.major}{sys.version_info.minor}-{python}"
     except UserError:
@@ -139,7 +138,7 @@ def site_settings(site: Site, options: Options, env: Mapping[str, str]) -> dict[
     if user_site and ("/" in user_site or user_site.endswith(".toml")):
         # Absolute, since the command may change its working directory.
         settings[SITE_VARIABLE] = Setting(str(user_path(user_site).absolute()), site.source)
-    elif site.name != Site.name:
+    elif site.name != Site().name:
         settings[SITE_VARIABLE] = Setting(site.name, site.source)
     return settings
 

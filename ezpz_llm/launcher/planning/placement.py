@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from typing import overload
+from typing import NamedTuple, overload
 
 from ezpz_llm.core.base import MAX_RANKS_PER_NODE, UserError, count_noun
 from ezpz_llm.launcher.basics.devices import Devices
@@ -15,28 +13,22 @@ from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation, Node
 from ezpz_llm.launcher.planning.rank_binding import Binding
 
 
-@dataclass(frozen=True)
 class Placement:
-    """Number of ranks on each node that has at least one, in rank order."""
+    """Number of ranks on each node that has at least one, in rank order.
 
-    ranks: tuple[tuple[str, int], ...]
-    source: str
+    Attributes:
+        world_size: total number of ranks.
+        most: largest number of ranks on any node.
+        uniform: True if all nodes have the same number of ranks.
+    """
 
-    # Cached, since some callers read these once per node.
-    @cached_property
-    def world_size(self) -> int:
-        """Total number of ranks."""
-        return sum(count for _, count in self.ranks)
-
-    @cached_property
-    def most(self) -> int:
-        """Largest number of ranks on any node."""
-        return max(count for _, count in self.ranks)
-
-    @cached_property
-    def uniform(self) -> bool:
-        """True if all nodes have the same number of ranks."""
-        return len({count for _, count in self.ranks}) == 1
+    def __init__(self, ranks: tuple[tuple[str, int], ...], source: str) -> None:
+        self.ranks = ranks
+        self.source = source
+        counts = [count for _, count in ranks]
+        self.world_size = sum(counts)
+        self.most = max(counts)
+        self.uniform = len(set(counts)) == 1
 
 
 def place_ranks(allocation: Allocation, devices: Devices, ranks: int | None, per_host: int | None) -> Placement:
@@ -145,8 +137,7 @@ def _check_slots(allocation: Allocation, counts: list[int]) -> None:
                             where=allocation.source, instead=f"--ppn {host.slots}, or more slots in the hostfile")
 
 
-@dataclass(frozen=True)
-class RankPlace:
+class RankPlace(NamedTuple):
     """Node, cores and device of a rank; None for values that are unknown before ranks start.
 
     Attributes:

@@ -7,9 +7,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ezpz_llm.core.base import UserError, count_noun, user_path
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, redact_words, write_atomic
@@ -64,8 +63,7 @@ from ezpz_llm.launcher.planning.rank_binding import Binding
 from ezpz_llm.launcher.planning.sites import Site, find_site
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
+class LaunchPlan(NamedTuple):
     """Everything that launch needs to start a run, and what it reports about it.
 
     Attributes:
@@ -89,9 +87,9 @@ class LaunchPlan:
     files: Mapping[Path, str]
     ranks_source: str
     notes: tuple[str, ...]
-    site: Site = field(default_factory=Site)
-    binding: Binding = field(default_factory=Binding)
-    container: RankContainer = field(default_factory=RankContainer)
+    site: Site = Site()
+    binding: Binding = Binding()
+    container: RankContainer = RankContainer()
     removed: tuple[str, ...] = ()
 
     @property
@@ -161,7 +159,7 @@ def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
         options: the user's options; --wrap and --container are ignored.
         changes: options that differ.
     """
-    step = build_plan(replace(options, wrap=(), container="none", **changes), os.environ)
+    step = build_plan(options._replace(wrap=(), container="none", **changes), os.environ)
     step.run_dir.create()
     for path, content in step.files.items():
         write_atomic(path, content)
@@ -232,8 +230,7 @@ def _plan_for_existing_rank(options: Options, env: Mapping[str, str], allocation
     )
 
 
-@dataclass(frozen=True)
-class _Assignment:
+class _Assignment(NamedTuple):
     """Assignment of ranks to nodes, cores and devices, and the launcher that starts them.
 
     Attributes:
@@ -272,11 +269,10 @@ def _choose_launcher(options: Options, env: Mapping[str, str], allocation: Alloc
     site_launcher = site.launcher if options.launcher == "auto" and allocation.scheduler == site.scheduler else None
     launcher = choose_launcher(site_launcher or options.launcher, allocation.scheduler, placement.world_size, env,
                                site.dialect)
-    return replace(launcher, source=f"site {site.name}") if site_launcher else launcher
+    return launcher._replace(source=f"site {site.name}") if site_launcher else launcher
 
 
-@dataclass(frozen=True)
-class _Network:
+class _Network(NamedTuple):
     """Rendezvous of the ranks, and the network interfaces to use; `source` is that of the interfaces."""
 
     rendezvous: Rendezvous
@@ -349,7 +345,7 @@ def _describe_work(ranks: _Assignment, network: _Network, container: RankContain
         as_root=os.geteuid() == 0,
         scheduler=ranks.allocation.scheduler,
         cores_per_node=binding.cpus_per_host,
-        binding=replace(binding, kind="none", cores=()) if binding.by_shim else binding,
+        binding=binding._replace(kind="none", cores=()) if binding.by_shim else binding,
         site_options=(*ranks.site.options.get(launcher.kind, ()), *container.step_options),
         master=(network.rendezvous.address, network.rendezvous.port),
         env=env,

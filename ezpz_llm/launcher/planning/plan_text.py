@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ezpz_llm.core.base import count_noun
@@ -70,13 +69,13 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
         "argv": redact_words(plan.argv),
         "env": {name: redact(setting.value, name) for name, setting in plan.env.items()},
         "hosts": list(plan.hosts),
-        "ranks": [vars(place) for place in plan.ranks],
+        "ranks": [place._asdict() for place in plan.ranks],
         "launcher": plan.launcher.kind,
         "dialect": plan.launcher.title,
         "scheduler": plan.allocation.scheduler,
         "job_id": plan.allocation.job_id,
         "site": plan.site.name,
-        "binding": asdict(plan.binding),
+        "binding": plan.binding._asdict(),
         "container": plan.container.image or None,
         "run_dir": str(plan.run_dir.path),
         "files": {str(path): content for path, content in plan.files.items()},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class CoreOption(Enum):
@@ -19,8 +19,7 @@ class CoreOption(Enum):
     """Number of cores per rank, or a list. Without one, the scheduler assigns cores and devices to each rank."""
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """Cores and device of each local rank. Tuples have one entry per local rank, or are empty if unknown.
 
     Args:

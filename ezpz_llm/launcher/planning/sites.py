@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ezpz_llm.core.base import (
     UserError,
@@ -26,8 +25,7 @@ from ezpz_llm.launcher.planning.dialects import dialect_of_site
 from ezpz_llm.launcher.planning.dialects.srun_container import IMAGE_OPTIONS
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """Limits of a queue; None for a limit that the site does not document.
 
     If a queue has several of these, it accepts a job that fits any of them.
@@ -49,8 +47,7 @@ ANY_RUNTIME = ("apptainer", "singularity")
 RUNTIMES = (*ANY_RUNTIME, "shifter", "podman-hpc", *IMAGE_OPTIONS)
 
 
-@dataclass(frozen=True)
-class Container:
+class Container(NamedTuple):
     """Container of the ranks. Without an image, the runtime and options apply to the image of --container.
 
     Attributes:
@@ -63,8 +60,7 @@ class Container:
     options: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Contents of job scripts.
 
     Attributes:
@@ -79,11 +75,10 @@ class Job:
     queue: str | None = None
     setup: tuple[str, ...] = ()
     limits: tuple[Limit, ...] = ()
-    container: Container = field(default_factory=Container)
+    container: Container = Container()
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """Facts about a machine; the defaults suit a machine without special requirements.
 
     Args:
@@ -128,13 +123,13 @@ class Site:
     interface: str | None = None
     master_suffix: str | None = None
     network: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    job: Job = field(default_factory=Job)
+    env: Mapping[str, str] = {}
+    options: Mapping[str, tuple[str, ...]] = {}
+    job: Job = Job()
     stage: str | None = None
-    recognise: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    recognise: Mapping[str, tuple[str, ...]] = {}
     notes: tuple[str, ...] = ()
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = {}
     unsourced: tuple[str, ...] = ()
 
 
@@ -216,8 +211,7 @@ _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Validator of a key in a site file; `accepted` describes the valid values."""
 
     accepted: str
@@ -370,7 +364,7 @@ def _guess_site(env: Mapping[str, str]) -> Site:
     guesses = {site.name: (site, variable) for site in sites if (variable := _matching_variable(site, env))}
     if len(guesses) == 1:
         site, variable = next(iter(guesses.values()))
-        return replace(site, source=f"guessed from {variable}")
+        return site._replace(source=f"guessed from {variable}")
     source = "no site selected or recognized"
     if guesses:
         matches = ", ".join(f"{name} ({variable})" for name, (_, variable) in guesses.items())

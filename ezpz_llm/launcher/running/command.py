@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from ezpz_llm.core.base import UserError, make_private, print_lines, system_text, version_text
@@ -162,7 +161,7 @@ def _dry_run(plan: LaunchPlan, options: Options) -> int:
             checked = _check(plan)
     finally:
         if not explains:
-            plan = replace(plan, notes=(*plan.notes, *checked.notes))
+            plan = plan._replace(notes=(*plan.notes, *checked.notes))
         print_lines(json_text(plan) if options.as_json else details(plan))
     if checked.code:
         print_lines("launch: the command would not start: its own check failed", file=sys.stderr)
@@ -266,7 +265,7 @@ def _record(plan: LaunchPlan, typed: Sequence[str]) -> Launch:
         launcher=plan.launcher.kind,
         dialect=plan.launcher.title,
         site=plan.site.name,
-        binding=asdict(plan.binding),
+        binding=plan.binding._asdict(),
         notes=list(plan.notes),
         sources={"hosts": plan.allocation.source, "ranks": plan.ranks_source, "launcher": plan.launcher.source,
                  "site": plan.site.source, **{name: setting.source for name, setting in plan.env.items()}},

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, print_lines
-from ezpz_llm.launcher.basics.check_report import format_places
+from ezpz_llm.launcher.basics.check_places import format_places
 from ezpz_llm.launcher.basics.start_errors import start_problem
 from ezpz_llm.launcher.basics.variables import PLACES_VARIABLE
 
@@ -30,8 +29,7 @@ _PREFLIGHT_LIMIT_S = 180.0
 _NOTE = "note: "
 
 
-@dataclass(frozen=True)
-class CheckOutcome:
+class CheckOutcome(NamedTuple):
     """Exit code of a check, and its explanation for --explain."""
 
     code: int = 0

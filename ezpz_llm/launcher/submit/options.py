@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ezpz_llm.core.base import MAX_NODES, MAX_REPEATS, MAX_SECONDS, UserError
-from ezpz_llm.core.base.command_parser import examples, typed_name, wrap_paragraph
+from ezpz_llm.core.base.help_pages import examples, typed_name, wrap_paragraph
 from ezpz_llm.core.base.schema import MAX_RANKS_PER_NODE
 from ezpz_llm.launcher.jobs.option_parsing import (
     Option,

@@ -12,7 +12,8 @@ from pathlib import Path
 from ezpz_llm.core.base import UserError, print_lines
 from ezpz_llm.core.base.memory_groups import usable_memory
 from ezpz_llm.launcher.basics.addresses import is_local_address
-from ezpz_llm.launcher.basics.check_report import CheckReport, read_places
+from ezpz_llm.launcher.basics.check_places import read_places
+from ezpz_llm.launcher.basics.check_report import CheckReport
 from ezpz_llm.launcher.basics.devices import has_no_accelerator
 from ezpz_llm.training.checkpoint import find
 from ezpz_llm.training.checkpoint.state import read_state

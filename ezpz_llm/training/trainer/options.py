@@ -14,7 +14,8 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from ezpz_llm.core.base import NoFile, UserError, did_you_mean, print_lines, read_yaml, unknown_name_error
-from ezpz_llm.core.base.command_parser import HelpFormatter, examples, typed_name, wrap_paragraph
+from ezpz_llm.core.base.command_parser import HelpFormatter
+from ezpz_llm.core.base.help_pages import examples, typed_name, wrap_paragraph
 from ezpz_llm.core.base.synonyms import synonym, unknown_option_error
 from ezpz_llm.training.layout.batch import SPELLINGS, option_of
 from ezpz_llm.training.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ezpz_llm.core.base import count_noun, escape_control_characters, print_lines, require_package
-from ezpz_llm.core.base.command_parser import CommandParser, wrap_paragraph
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.help_pages import wrap_paragraph
 from ezpz_llm.core.base.shell_commands import to_typable_text
 from ezpz_llm.core.rundir import TRAINING, newest_run, write_file
 from ezpz_llm.training.observe.plots import bars_plot

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.core.base import MAX_RANKS, MAX_REPEATS, UserError
-from ezpz_llm.core.base.command_parser import examples, typed_name, wrap_paragraph
+from ezpz_llm.core.base.help_pages import examples, typed_name, wrap_paragraph
 from ezpz_llm.launcher.jobs.option_parsing import (
     Option,
     Options as LaunchOptions,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.core.base import UserError, print_lines, require_package
-from ezpz_llm.core.base.command_parser import CommandParser, typed_name
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.help_pages import typed_name
 from ezpz_llm.core.rundir import write_file
 from ezpz_llm.training.report.figures import COLUMN, PAGE, write_figures
 from ezpz_llm.verify.scaling.efficiency import CONFIDENCE, Curve, Measured, shared_unit

@@ -13,7 +13,8 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from ezpz_llm.core.base import UserError, escape_control_characters, print_lines, require_package
-from ezpz_llm.core.base.command_parser import CommandParser, typed_name
+from ezpz_llm.core.base.command_parser import CommandParser
+from ezpz_llm.core.base.help_pages import typed_name
 from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import write_file
 from ezpz_llm.training.observe.plots import COLORS, LETTERS, Curve as PlotCurve, curves_plot

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -156,7 +155,7 @@ def _allocation_of(scheduler_name: str, env: Mapping[str, str]) -> Allocation:
     notes = [f"ignoring {' and '.join(ignored)} (--scheduler {scheduler_name})"] if ignored else []
     if scheduler_name == local.NAME:
         notes += local.overridden_job_note(env, "--scheduler none")
-        return replace(local.detect(env), source="--scheduler none").with_notes(*notes)
+        return local.detect(env)._replace(source="--scheduler none").with_notes(*notes)
     allocation = schedulers()[scheduler_name].detect(env)
     if allocation is None:
         variable = schedulers()[scheduler_name].JOB_VARIABLE

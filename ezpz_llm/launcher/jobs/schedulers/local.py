@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.launcher.basics.ranks import RankInfo, find_rank, leftover_variables
@@ -69,8 +69,7 @@ def has_terminal() -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class UnsupportedScheduler:
+class UnsupportedScheduler(NamedTuple):
     """Unsupported scheduler. launch recognizes its jobs and rejects them with a command to type instead.
 
     Attributes:

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.core.base import MAX_NODES, UserError, ask_command, count_noun, read_text, whole_number
@@ -131,7 +130,7 @@ class LsfScheduler(BatchScheduler):
         seconds_left = read_time_left(answer.text)
         if seconds_left is None:
             return allocation.with_notes("the job's end time is unknown: bjobs reports no run limit")
-        return replace(allocation, ends_at=time.time() + seconds_left)
+        return allocation._replace(ends_at=time.time() + seconds_left)
 
     def step_launcher(self) -> StepLauncher | None:
         """Return jsrun, which is optional: without it, mpiexec starts the ranks, and blaunch mpiexec's daemons."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.core.base import MAX_NODES, UserError, read_text, whole_number
@@ -49,7 +48,6 @@ def _parse_node_lines(text: str) -> tuple[Node, ...]:
     return tuple(Node(name, slots=count if requests_slots else None) for name, count in counts.items())
 
 
-@dataclass(frozen=True)
 class _NodeFileScheduler(Scheduler):
     """Scheduler that lists a job's nodes in a file.
 
@@ -60,18 +58,11 @@ class _NodeFileScheduler(Scheduler):
         node_count_variable: variable with the number of nodes. If it is 1, the job may have no file.
     """
 
-    NAME: str
-    TITLE: str
-    JOB_VARIABLE: str
+    SITE_CORES_COUNT = True
     file_variables: tuple[str, ...]
     read: Callable[[str], tuple[Node, ...]]
-    HOSTFILE_COMMANDS: tuple[HostfileCommand, ...]
-    ALIASES: tuple[str, ...] = ()
-    TRACES: tuple[str, ...] = ()
-    REMOTE_SHELL: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     node_count_variable: str = ""
-    SITE_CORES_COUNT: bool = True
 
     def mark(self, env: Mapping[str, str]) -> str | None:
         name = next((name for name in (self.JOB_VARIABLE, *self.ALIASES) if env.get(name)), None)
@@ -105,30 +96,45 @@ class _NodeFileScheduler(Scheduler):
         return Allocation(self.NAME, job_id, hosts, None, variable, cores_from=cores_from)
 
 
-GRID_ENGINE = _NodeFileScheduler(
-    "sge", "Grid Engine", "JOB_ID", ("PE_HOSTFILE",), parse_slot_columns,
-    (HostfileCommand("PE_HOSTFILE",
-                     "awk '!n[$1] {o[++k] = $1} {n[$1] += $2} END {for (i = 1; i <= k; i++) print o[i]"
-                     ' " slots=" n[o[i]]}\' "$PE_HOSTFILE" > hosts', is_file=True),),
+class _GridEngine(_NodeFileScheduler):
+    NAME, TITLE = "sge", "Grid Engine"
+    JOB_VARIABLE, TRACES = "JOB_ID", ("PE_HOSTFILE",)
+    HOSTFILE_COMMANDS = (HostfileCommand(
+        "PE_HOSTFILE", "awk '!n[$1] {o[++k] = $1} {n[$1] += $2} END {for (i = 1; i <= k; i++) print o[i]"
+        ' " slots=" n[o[i]]}\' "$PE_HOSTFILE" > hosts', is_file=True),)
+    REMOTE_SHELL = ("qrsh", "-inherit")
+    file_variables = ("PE_HOSTFILE",)
+    read = staticmethod(parse_slot_columns)
     # JOB_ID is a common name; every job of Grid Engine has NHOSTS and NSLOTS too.
-    needs=("NHOSTS", "NSLOTS", "PE_HOSTFILE"), node_count_variable="NHOSTS", TRACES=("PE_HOSTFILE",),
-    REMOTE_SHELL=("qrsh", "-inherit"))
+    needs = ("NHOSTS", "NSLOTS", "PE_HOSTFILE")
+    node_count_variable = "NHOSTS"
 
-_OAR_FILES = ("OAR_NODEFILE", "OAR_NODE_FILE", "OAR_FILE_NODES", "OAR_RESOURCE_FILE")
 
-OAR = _NodeFileScheduler(
-    "oar", "OAR", "OAR_JOB_ID", _OAR_FILES, _parse_core_lines,
-    tuple(HostfileCommand(name, f'uniq "${name}" > hosts', is_file=True) for name in _OAR_FILES),
-    ALIASES=("OAR_JOBID",), TRACES=_OAR_FILES, REMOTE_SHELL=("oarsh",))
+class _Oar(_NodeFileScheduler):
+    NAME, TITLE = "oar", "OAR"
+    JOB_VARIABLE, ALIASES = "OAR_JOB_ID", ("OAR_JOBID",)
+    TRACES = file_variables = ("OAR_NODEFILE", "OAR_NODE_FILE", "OAR_FILE_NODES", "OAR_RESOURCE_FILE")
+    HOSTFILE_COMMANDS = tuple(HostfileCommand(name, f'uniq "${name}" > hosts', is_file=True) for name in TRACES)
+    REMOTE_SHELL = ("oarsh",)
+    read = staticmethod(_parse_core_lines)
 
-COBALT = _NodeFileScheduler(
-    "cobalt", "Cobalt", "COBALT_JOBID", ("COBALT_NODEFILE",), _parse_node_lines,
-    (HostfileCommand("COBALT_NODEFILE", 'cp "$COBALT_NODEFILE" hosts', is_file=True),),
-    TRACES=("COBALT_NODEFILE", "COBALT_PARTNAME", "COBALT_JOBSIZE"))
 
-PJM = _NodeFileScheduler(
-    "pjm", "PJM", "PJM_JOBID", ("PJM_O_NODEINF",), _parse_node_lines,
-    (HostfileCommand("PJM_O_NODEINF", 'cp "$PJM_O_NODEINF" hosts', is_file=True),),
-    TRACES=("PJM_O_NODEINF", "PJM_ENVIRONMENT", "PJM_NODE"), REMOTE_SHELL=("pjrsh",))
+class _Cobalt(_NodeFileScheduler):
+    NAME, TITLE = "cobalt", "Cobalt"
+    JOB_VARIABLE, TRACES = "COBALT_JOBID", ("COBALT_NODEFILE", "COBALT_PARTNAME", "COBALT_JOBSIZE")
+    HOSTFILE_COMMANDS = (HostfileCommand("COBALT_NODEFILE", 'cp "$COBALT_NODEFILE" hosts', is_file=True),)
+    file_variables = ("COBALT_NODEFILE",)
+    read = staticmethod(_parse_node_lines)
 
+
+class _Pjm(_NodeFileScheduler):
+    NAME, TITLE = "pjm", "PJM"
+    JOB_VARIABLE, TRACES = "PJM_JOBID", ("PJM_O_NODEINF", "PJM_ENVIRONMENT", "PJM_NODE")
+    HOSTFILE_COMMANDS = (HostfileCommand("PJM_O_NODEINF", 'cp "$PJM_O_NODEINF" hosts', is_file=True),)
+    REMOTE_SHELL = ("pjrsh",)
+    file_variables = ("PJM_O_NODEINF",)
+    read = staticmethod(_parse_node_lines)
+
+
+GRID_ENGINE, OAR, COBALT, PJM = _GridEngine(), _Oar(), _Cobalt(), _Pjm()
 NODE_FILES: tuple[Scheduler, ...] = (GRID_ENGINE, OAR, COBALT, PJM)

@@ -9,9 +9,8 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ezpz_llm.core.base import MAX_NODES, UserError, ask_command, epoch, parse_json, read_text, whole_number
 from ezpz_llm.launcher.basics.hostnames import count_repeats, match_names, match_same_nodes
@@ -35,8 +34,7 @@ _CORES = ("NCPUS", "PBS_NUM_PPN")
 _FIELDS = ("stime", "exec_host", "exec_vnode", "run_count", "walltime", "timestamp")
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Job as qstat reports it; None for missing fields.
 
     `started` and `asked_at` are in epoch seconds. `cores` maps hostnames to CPUs.
@@ -45,7 +43,7 @@ class Job:
     started: float | None = None
     walltime_s: float | None = None
     hosts: tuple[str, ...] = ()
-    cores: Mapping[str, int] = field(default_factory=dict)
+    cores: Mapping[str, int] = {}
     run_count: int = 1
     asked_at: float | None = None
 
@@ -156,8 +154,8 @@ class PbsScheduler(BatchScheduler):
             places = match_names(in_file, with_cores).places
             hosts = tuple(_with_cores(host, job.cores[with_cores[place]])
                           for host, place in zip(hosts, places, strict=True) if place is not None)
-            allocation = replace(allocation, cores_from=Origin("qstat's exec_vnode", Place.JOB))
-        return replace(allocation, ends_at=ends_at, hosts=hosts).with_notes(*notes)
+            allocation = allocation._replace(cores_from=Origin("qstat's exec_vnode", Place.JOB))
+        return allocation._replace(ends_at=ends_at, hosts=hosts).with_notes(*notes)
 
     def sets_variable(self, name: str, env: Mapping[str, str]) -> bool:
         """Return True for OMP_NUM_THREADS with the number of cores of the job, which PBS exports."""
@@ -233,7 +231,7 @@ class PbsScheduler(BatchScheduler):
 
 def _with_cores(host: Node, cores: int | None) -> Node:
     # With mpiprocs equal to ncpus, as is the default of some sites, the lines of the node file count cores.
-    return replace(host, cores=cores, slots_count_cores=cores is not None and host.slots == cores)
+    return host._replace(cores=cores, slots_count_cores=cores is not None and host.slots == cores)
 
 
 def node_file_nodes(text: str) -> tuple[Node, ...]:

@@ -11,10 +11,10 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.launcher.basics.ranks import Family
@@ -32,16 +32,14 @@ class Place(Enum):
     USER = "all nodes, chosen by the user"
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Variable, command, or file that a value of the nodes was read from, and the place that it describes."""
 
     source: str
     place: Place
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """Node of an allocation.
 
     Attributes:
@@ -58,8 +56,7 @@ class Node:
     slots_count_cores: bool = False
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Nodes that ranks may run on.
 
     Attributes:
@@ -88,11 +85,10 @@ class Allocation:
 
     def with_notes(self, *notes: str) -> Allocation:
         """Return a copy with more notes."""
-        return replace(self, notes=(*self.notes, *notes))
+        return self._replace(notes=(*self.notes, *notes))
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Job that submit requests.
 
     Attributes:
@@ -113,8 +109,7 @@ class Request:
     gpus_per_node: int | None
 
 
-@dataclass(frozen=True)
-class HostfileCommand:
+class HostfileCommand(NamedTuple):
     """Shell command, shown to the user, that writes a job's nodes to the file `hosts`.
 
     Attributes:
@@ -171,8 +166,7 @@ def clock_with_days(seconds: int) -> str:
     return f"{days}-{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-@dataclass(frozen=True)
-class StepLauncher:
+class StepLauncher(NamedTuple):
     """Program of a scheduler that starts ranks, such as srun.
 
     Attributes:
@@ -184,7 +178,6 @@ class StepLauncher:
 
     program: str
     dialect: str
-    _: KW_ONLY
     optional: bool = False
     ranks: Family | None = None
 

@@ -8,9 +8,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError, ask_command, count_noun, epoch, print_lines, system_text, whole_number
 from ezpz_llm.launcher.basics.devices import MASKS
@@ -56,8 +56,7 @@ LaunchParameters=use_interactive_step), and similar steps, which hold none of th
 them as negative numbers."""
 
 
-@dataclass(frozen=True)
-class _Names:
+class _Names(NamedTuple):
     """Names of the variables with the nodes of a job or of a step."""
 
     hosts: str

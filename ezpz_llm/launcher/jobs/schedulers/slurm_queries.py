@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError, ask_command
 from ezpz_llm.launcher.basics.hostlist import expand_hostlist, expand_numbers
@@ -37,7 +37,7 @@ def add_end_time(allocation: Allocation, env: Mapping[str, str], limit_s: float,
         notes += matches.notes(allocation.source, "squeue") if matches else (
             f"{allocation.source} is {env.get(allocation.source)}, but squeue says {hosts}: using"
             f" {allocation.source}",)
-    return replace(allocation, ends_at=ends_at).with_notes(*notes)
+    return allocation._replace(ends_at=ends_at).with_notes(*notes)
 
 
 def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
@@ -52,8 +52,7 @@ def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
     return None, ""
 
 
-@dataclass(frozen=True)
-class JobDescription:
+class JobDescription(NamedTuple):
     """Resources of a job as `scontrol show job -d` prints them; empty if it did not answer.
 
     Attributes:
@@ -65,10 +64,10 @@ class JobDescription:
         sockets: sockets of each node; empty unless a request depends on them.
     """
 
-    devices: Mapping[str, int] = field(default_factory=dict)
-    cores: Mapping[str, int] = field(default_factory=dict)
+    devices: Mapping[str, int] = {}
+    cores: Mapping[str, int] = {}
     tasks_per_node: int | None = None
-    sockets: Mapping[str, int] = field(default_factory=dict)
+    sockets: Mapping[str, int] = {}
 
 
 def add_resources(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
@@ -82,20 +81,20 @@ def add_resources(allocation: Allocation, env: Mapping[str, str], limit_s: float
     job = read_job(answer.text or "")
     if env.get(PER_SOCKET):
         words = ["scontrol", "--oneliner", "show", "node", env.get(allocation.source, "")]
-        job = replace(job, sockets=_read_sockets(ask_command(words, env, limit_s, tries).text or ""))
+        job = job._replace(sockets=_read_sockets(ask_command(words, env, limit_s, tries).text or ""))
     names = {host.name for host in allocation.hosts}
     hosts, devices_from, cores_from = allocation.hosts, allocation.devices_from, allocation.cores_from
     if names <= job.devices.keys() and devices_from is None:
-        hosts = tuple(replace(host, devices=job.devices[host.name]) for host in hosts)
+        hosts = tuple(host._replace(devices=job.devices[host.name]) for host in hosts)
         devices_from = _ORIGIN
         if len(set(job.devices.values())) > 1:
             allocation = allocation.with_notes("the job's nodes have unequal numbers of devices, so that each rank"
                                                " sees only its own: request --gpus-per-node instead of -G to see"
                                                " all")
     if names <= job.cores.keys() and cores_from is None:
-        hosts = tuple(replace(host, cores=job.cores[host.name]) for host in hosts)
+        hosts = tuple(host._replace(cores=job.cores[host.name]) for host in hosts)
         cores_from = _ORIGIN
-    found = replace(allocation, hosts=hosts, devices_from=devices_from, cores_from=cores_from)
+    found = allocation._replace(hosts=hosts, devices_from=devices_from, cores_from=cores_from)
     return _with_tasks(allocation, found, job, env)
 
 
@@ -106,9 +105,9 @@ def _with_tasks(before: Allocation, found: Allocation, job: JobDescription, env:
     new = requested_tasks(env, [host.devices for host in found.hosts], found.source, job.tasks_per_node, sockets)
     if old == new:
         return found
-    hosts = tuple(replace(host, slots=count) for host, count in zip(found.hosts, new.counts, strict=True))
+    hosts = tuple(host._replace(slots=count) for host, count in zip(found.hosts, new.counts, strict=True))
     notes = (*(note for note in found.notes if note not in old.notes), *new.notes)
-    return replace(found, hosts=hosts, slots_from=new.origin, notes=notes)
+    return found._replace(hosts=hosts, slots_from=new.origin, notes=notes)
 
 
 def read_job(text: str) -> JobDescription:

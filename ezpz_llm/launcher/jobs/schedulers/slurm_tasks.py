@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError, count_noun, whole_number
 from ezpz_llm.launcher.basics.hostlist import expand_counts
@@ -16,8 +16,7 @@ PER_SOCKET = "SLURM_NTASKS_PER_SOCKET"
 _PER_TASK, _TRES_PER_TASK = "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"
 
 
-@dataclass(frozen=True)
-class Tasks:
+class Tasks(NamedTuple):
     """Requested tasks of each node, None if the job requests none; `source` names the variables."""
 
     counts: tuple[int | None, ...]

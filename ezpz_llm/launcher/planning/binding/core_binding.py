@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ezpz_llm.core.base import apportion, count_noun
 from ezpz_llm.launcher.basics.hostlist import fold_numbers
@@ -16,8 +15,7 @@ COUNTING = (CoreOption.COUNT, CoreOption.SCHEDULER)
 """Options with which a launcher can choose cores itself, given the number of cores per rank."""
 
 
-@dataclass(frozen=True)
-class BindingInputs:
+class BindingInputs(NamedTuple):
     """Inputs of `choose_binding`.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ezpz_llm.core.base import count_noun
 from ezpz_llm.launcher.basics.devices import MASKS, Devices, has_no_accelerator, visible_devices
@@ -65,16 +64,16 @@ def devices_of_nodes(env: Mapping[str, str], site: Site, allocation: Allocation,
 
 
 def _set_devices(allocation: Allocation, devices: int | None, origin: Origin | None) -> Allocation:
-    hosts = tuple(replace(host, devices=devices) for host in allocation.hosts)
-    return replace(allocation, hosts=hosts, devices_from=origin)
+    hosts = tuple(host._replace(devices=devices) for host in allocation.hosts)
+    return allocation._replace(hosts=hosts, devices_from=origin)
 
 
 def _limit_devices(allocation: Allocation, devices: int, origin: Origin) -> Allocation:
     """Return the allocation with at most `devices` on each node, as far as the scheduler's number is known."""
     if not any(host.devices for host in allocation.hosts):
         return _set_devices(allocation, None, origin)
-    hosts = tuple(replace(host, devices=min(host.devices or 0, devices)) for host in allocation.hosts)
-    return replace(allocation, hosts=hosts, devices_from=origin)
+    hosts = tuple(host._replace(devices=min(host.devices or 0, devices)) for host in allocation.hosts)
+    return allocation._replace(hosts=hosts, devices_from=origin)
 
 
 def device_notes(placement: Placement, devices: Devices, allocation: Allocation) -> tuple[str, ...]:

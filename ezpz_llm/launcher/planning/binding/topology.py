@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ezpz_llm.core.base import group_by_key, system_text
 from ezpz_llm.launcher.basics.devices import Devices, device_addresses
@@ -18,8 +18,7 @@ Core = tuple[int, ...]
 """Linux CPU numbers of a core's hardware threads, in order."""
 
 
-@dataclass(frozen=True)
-class Domain:
+class Domain(NamedTuple):
     """NUMA domain, with the cores that ranks may use."""
 
     number: int
@@ -27,8 +26,7 @@ class Domain:
     cores: tuple[Core, ...]
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """Topology of a node.
 
     Attributes:
@@ -39,7 +37,7 @@ class Topology:
 
     domains: tuple[Domain, ...]
     source: str
-    devices: Mapping[str, int] = field(default_factory=dict)
+    devices: Mapping[str, int] = {}
     is_whole: bool = True
 
     @property

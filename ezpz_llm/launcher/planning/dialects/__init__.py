@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 
 from ezpz_llm.core.base import UserError, entry_points
@@ -90,7 +89,7 @@ def choose_launcher(wanted: str, scheduler: str, world_size: int, env: Mapping[s
     if world_size == 1:
         return Launcher(THIS_LAUNCH, DIRECT, "", "auto: one rank, no mpiexec found", notes=skip_notes)
     if program := next(_find_programs("torchrun", env), None):
-        return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=skip_notes)
+        return _torchrun(program, "auto: torchrun found, no mpiexec", starter)._replace(notes=skip_notes)
     return Launcher(THIS_LAUNCH, this_node.DIALECT, sys.executable, "auto: neither mpiexec nor torchrun found",
                     notes=skip_notes)
 
@@ -161,7 +160,7 @@ def _find_mpiexec(source: str, env: Mapping[str, str],
         text = _version_text(program)
         if not _PBS_WRAPPER.match(text):
             launcher = identify(text, program, source, site_dialect)
-            return replace(launcher, notes=(*skip_notes, *launcher.notes)), tuple(skip_notes)
+            return launcher._replace(notes=(*skip_notes, *launcher.notes)), tuple(skip_notes)
         # PBS's profile.d puts it on every user's PATH. It wraps one vendor's mpirun and is not an MPI itself.
         skip_notes.append(f"skipping {program}: it is PBS's own wrapper, not the mpiexec of an MPI")
     return None, tuple(skip_notes)
@@ -190,7 +189,7 @@ def identify(version_text: str, program: str, source: str, site_dialect: str | N
             version = match.groupdict().get("version") or _hydra_version(version_text)
             launcher = Launcher("mpiexec", dialect, program, source, version)
             if default_dialect and dialect.title != default_dialect.title:
-                return replace(launcher, notes=(f"{program} is {launcher.title}, but the site's mpiexec is"
+                return launcher._replace(notes=(f"{program} is {launcher.title}, but the site's mpiexec is"
                                                 f" {default_dialect.title}: a Python environment's mpiexec may"
                                                 " precede it on PATH",))
             return launcher

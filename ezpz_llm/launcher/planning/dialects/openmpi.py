@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.launcher.basics.addresses import is_local_node_among
@@ -27,9 +26,9 @@ def build_4(program: str, work: Work) -> Built:
     /usr/bin, that hides the Python of a virtual environment, so the shim restores the PATH.
     """
     path = work.env.get("PATH", os.defpath)
-    built = _build(program, replace(work, variables=[*work.variables, PATH_VARIABLE]), ("--rankfile", "{}"),
+    built = _build(program, work._replace(variables=[*work.variables, PATH_VARIABLE]), ("--rankfile", "{}"),
                    "OMPI_MCA_plm_slurm_args", "OMPI_MCA_plm_rsh_agent")
-    return replace(built, env={**built.env, PATH_VARIABLE: (path, "Open MPI 4 prepends its own folder to PATH")})
+    return built._replace(env={**built.env, PATH_VARIABLE: (path, "Open MPI 4 prepends its own folder to PATH")})
 
 
 def build_5(program: str, work: Work) -> Built:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.launcher.planning.dialects.work import Built, Launcher, Work
@@ -42,13 +41,11 @@ def _one_per_node(program: str, work: Work) -> Work:
         # c10d numbers nodes alphabetically and guesses which of them hosts the store. static sets both explicitly.
         arguments = _arguments(work, "static", f"{address}:{port}")
     cores = work.cores_per_node or (work.cores_per_rank or 1) * work.placement.most
-    return replace(
-        work,
-        command=(work.command[0], "-m", "ezpz_llm.launcher.planning.dialects.on_node", str(nodes),
+    return work._replace(command=(work.command[0], "-m", "ezpz_llm.launcher.planning.dialects.on_node", str(nodes),
                  str(work.placement.most), program, *arguments),
         placement=Placement(tuple((name, 1) for name in work.hosts), work.placement.source),
         cores_per_rank=cores,
-        binding=replace(work.binding, kind="none", cores=()),
+        binding=work.binding._replace(kind="none", cores=()),
         site_options=(),
         # Each torchrun needs the devices of all its ranks.
         devices=(min((count for count in work.devices if count), default=None),) * nodes,

@@ -6,8 +6,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.launcher.basics.hostlist import expand_numbers
@@ -24,8 +24,7 @@ REMOTE_SHELL = "the scheduler's remote shell starts the daemons: ssh may be forb
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Ranks to start.
 
     Attributes:
@@ -50,10 +49,10 @@ class Work:
     as_root: bool
     scheduler: str = "none"
     cores_per_node: int | None = None
-    binding: Binding = field(default_factory=Binding)
+    binding: Binding = Binding()
     site_options: tuple[str, ...] = ()
     master: tuple[str, int | None] = ("127.0.0.1", None)
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = {}
     devices: tuple[int | None, ...] = ()
     devices_per_rank: int | None = None
 
@@ -81,8 +80,7 @@ class Work:
         return {self.node_list_path: "".join(f"{line}\n" for line in lines)}
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """Command line of a launcher.
 
     `env` maps variables that the launcher needs to (value, reason); variables of the user are kept. `files` must be
@@ -90,12 +88,11 @@ class Built:
     """
 
     argv: tuple[str, ...]
-    env: dict[str, tuple[str, str]] = field(default_factory=dict)
-    files: dict[Path, str] = field(default_factory=dict)
+    env: Mapping[str, tuple[str, str]] = {}
+    files: Mapping[Path, str] = {}
 
 
-@dataclass(frozen=True)
-class Dialect:
+class Dialect(NamedTuple):
     """Command line of a launcher, such as srun or MPICH's mpiexec.
 
     Attributes:
@@ -118,8 +115,7 @@ class Dialect:
     runs_mpi: bool = False
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """Program that starts ranks. `source` and `notes` explain to the user why it was chosen.
 
     Attributes:

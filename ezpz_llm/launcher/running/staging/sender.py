@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.core.base import EXIT_PREFLIGHT, UserError, cache_dir, count_noun, print_lines
@@ -125,7 +124,7 @@ def _with_mount(plan: LaunchPlan, folder: Path, images: Sequence[str]) -> Launch
     """Return the plan with a command that mounts the images before the first program that is in the copy."""
     first = next(position for position, word in enumerate(plan.argv) if word.startswith(f"{folder}/"))
     mount = ("bash", "-c", MOUNT, "mount", str(folder), *images, "--")
-    return replace(plan, argv=(*plan.argv[:first], *mount, *plan.argv[first:]))
+    return plan._replace(argv=(*plan.argv[:first], *mount, *plan.argv[first:]))
 
 
 def _not_staged(code: int) -> UserError:
@@ -180,4 +179,4 @@ def _relocate(plan: LaunchPlan, roots: Sequence[Root], to: Path, env: Mapping[st
         if PATH_VARIABLE in now:
             changed[PATH_VARIABLE] = changed["PATH"]
     settings = {name: Setting(value, "--stage-env") for name, value in changed.items() if value != now.get(name)}
-    return replace(plan, argv=argv, env={**plan.env, **settings})
+    return plan._replace(argv=argv, env={**plan.env, **settings})
