@@ -7,14 +7,14 @@
 
 Needs `pip install coverage`. Every process is measured (coverage_start/sitecustomize.py), with a context for each
 case. A line counts as run if a case with several ranks, or the setup of its ranks, ran it. The single process of
-certify and its checks of definitions do not count.
+certify does not count.
 
 Results in FOLDER: uncovered.txt and uncovered.json, with a row for consecutive lines of a function. First come
 lines that a layout case should run, then other lines by reason (certify_coverage_reasons.py). Columns:
 
     entered    True if a case with several ranks runs other lines of the function
     error      True if the lines raise an error
-    certify    "one process" or "threads" if certify runs the lines in its checks of a single process, else "no"
+    certify    "one process" if certify runs the lines in its checks of a single process, else "no"
     tests      "ranks", "threads", "one process", or "no": where the default tests run the lines; "" without a run
 """
 

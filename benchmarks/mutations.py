@@ -7,10 +7,9 @@
     python3 benchmarks/mutations.py --class tp,pp
 
 For each fault, copies the checkout, replaces one piece of text, and runs on the copy the check that should detect
-the fault: a cell of certify, the definitions that certify checks first, or a test. The fault is detected if the
-check fails. Each check must first pass on a copy without a fault. The cell of a layout is compared with a
-reference from clean code. For faults in shared code, certify compares a single process with the definition of the
-step.
+the fault: a cell of certify or a test. The fault is detected if the check fails. Each check must first pass on a
+copy without a fault. The cell of a layout is compared with a reference from clean code. For faults in shared code,
+certify compares a single process with the definition of the step.
 
 Results: benchmarks/results/mutations.json, written after each fault. Exit code 0 if all selected faults were
 detected.
@@ -20,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import re
@@ -40,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from mutation_table import EQUIVALENT, FAULTS
-from mutation_table.row import Cell, Definitions, Fault, options
+from mutation_table.row import Cell, Fault, options
 
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, write_json
 
@@ -136,49 +133,6 @@ def certified(cells: Sequence[Cell], folder: Path, references: Path | None) -> V
     return {"seen": True, "how": re.sub(r"; see /[^)]*", "", how).splitlines()[0]}
 
 
-def defined(folder: Path, topic: str | None = None) -> Verdict:
-    """Run certify's check of its definitions, or of one topic, in a copy.
-
-    Runs in a fork of this process, which has already imported torch: the import takes most of the time.
-    """
-    for name in ("torch", "torch._dynamo", "safetensors.torch"):
-        importlib.import_module(name)
-    found = folder / "definitions.json"
-    child = multiprocessing.get_context("fork").Process(target=_define, args=(folder, found, topic))
-    child.start()
-    child.join(LIMIT_S)
-    if child.is_alive():
-        child.kill()
-        return {"seen": True, "how": f"no end in {LIMIT_S} s"}
-    if child.exitcode not in (0, 1):
-        raise SystemExit(f"the definitions\nended with code {child.exitcode}:\n"
-                         f"{(folder / 'output.txt').read_text()[-4000:]}")
-    if child.exitcode == 0:
-        return {"seen": False, "how": "certified"}
-    if not found.is_file():
-        return {"seen": True, "how": (folder / "output.txt").read_text().strip().splitlines()[-1][:400]}
-    held = json.loads(found.read_text())[-1]
-    return {"seen": True, "how": f"{held['what']}: {held['wrong']}"[:400]}
-
-
-def _define(folder: Path, found: Path, topic: str | None) -> None:
-    """Check the definitions with the code of the copy, and exit the process."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "ezpz_llm"]:
-        del sys.modules[name]
-    sys.path.insert(0, str(folder))
-    os.chdir(folder)
-    os.environ.update(environment(folder))
-    with (folder / "output.txt").open("w") as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-    importlib.import_module("torch").set_num_threads(1)
-    definitions = importlib.import_module("ezpz_llm.verify.certify.definitions")
-    assert Path(definitions.__file__ or "").is_relative_to(folder)
-    if topic is not None:
-        vars(definitions)["TOPICS"] = {topic: definitions.TOPICS[topic]}
-    raise SystemExit(definitions.main([str(found)]))
-
-
 def tested(tests: Sequence[str], folder: Path) -> Verdict:
     """Run tests in a copy."""
     words = [sys.executable, "-m", "pytest", "-n0", "-x", "-p", "no:cacheprovider", "-m",
@@ -200,8 +154,7 @@ def planted(fault: Fault, references: Path) -> Verdict:
         if isinstance(fault.sees, Cell):
             verdict = certified([fault.sees], folder, references if fault.is_of_a_layout else None)
         else:
-            verdict = (defined(folder, fault.sees.topic) if isinstance(fault.sees, Definitions)
-                       else tested([fault.sees], folder))
+            verdict = tested([fault.sees], folder)
         return {**verdict, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -213,18 +166,18 @@ def control(sees: Sequence[Any], references: Path) -> Verdict:
             verdict = certified(sees, folder, references)
             shutil.copytree(folder / "run" / "reference", references, dirs_exist_ok=True)
         else:
-            verdict = defined(folder) if isinstance(sees[0], Definitions) else tested(sees, folder)
+            verdict = tested(sees, folder)
         return {"passed": not verdict["seen"], "how": verdict["how"],
                 "seconds": round(time.monotonic() - began, 1)}
 
 
-def with_it(sees: Cell | Definitions | str) -> list[Any]:
+def with_it(sees: Cell | str) -> list[Any]:
     """Return all checks that can run together with a given one: cells of a launch, tests of a file."""
-    def group(check: Cell | Definitions | str) -> tuple[Any, ...]:
+    def group(check: Cell | str) -> tuple[Any, ...]:
         """Return a key that is equal for checks that can run together."""
         if isinstance(check, Cell):
             return check.world, check.model, check.dtype
-        return (str(check).partition("::")[0],)
+        return (check.partition("::")[0],)
 
     return [check for check in dict.fromkeys(fault.sees for fault in FAULTS) if group(check) == group(sees)]
 
@@ -299,7 +252,7 @@ def main() -> int:
             "score": score(found), "equivalent": EQUIVALENT, "controls": controls,
             "faults": {fault.name: found[fault.name] for fault in FAULTS if fault.name in found}})
 
-    def is_controlled(sees: Cell | Definitions | str) -> bool:
+    def is_controlled(sees: Cell | str) -> bool:
         """Return True if the check has passed on clean code, and its reference still exists."""
         is_kept = not isinstance(sees, Cell) or (references / sees.reference / "reference.json").is_file()
         return is_kept and controls.get(str(sees), {}).get("package") == package

@@ -5,7 +5,7 @@ measured package, so that other processes of a launch stay fast. Contexts:
 
     case WORLD LAYOUT MODEL DTYPE   `certify_case`, in each of its ranks
     ranks WORLD                     other code of a process group with several ranks
-    threads                         ranks that are threads of one process
+    threads                         ranks that are threads of a test
     one process                     the steps that certify compares with their definition
     alone                           all other code
 
@@ -139,7 +139,7 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "certify_case": _within(lambda case, *_: f"case {case.world} {case.layout} {case.model} {case.dtype}")},
     "ezpz_llm.verify.certify.reference": {"make_reference": _unmeasured},
     "ezpz_llm.verify.certify.uncovered_paths": {"check_paths": _within(lambda *_: "one process")},
-    "ezpz_llm.verify.certify.thread_ranks": {"run_ranks": _within(lambda *_: "threads")},
+    "thread_ranks": {"run_ranks": _within(lambda *_: "threads")},
     "torch.distributed.distributed_c10d": {
         "init_process_group": _after(_ranks), "destroy_process_group": _after(lambda: ALONE)},
 }

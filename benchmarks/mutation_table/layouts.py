@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutation_table.row import ARCHITECTURES, DROPOUT, MUON, PARTS, WIDE_SUMS, Fault, cell
+from mutation_table.row import ARCHITECTURES, Fault, cell
 
 BUILD = "ezpz_llm/training/engine/build.py"
 DEEPSPEED = "ezpz_llm/training/engine/deepspeed_engine.py"
@@ -26,6 +26,19 @@ TORCH = "ezpz_llm/training/engine/torch_engine.py"
 ULYSSES = "ezpz_llm/training/engine/sequence_parallel.py"
 ZERO_STATE = "ezpz_llm/training/engine/deepspeed_state.py"
 
+TENSOR_SUMS_DTYPE = ("tests/engine/test_engine_dtypes.py::"
+                     "test_sums_over_tensor_parallel_ranks_have_the_dtype_of_the_residual_stream")
+SHARDED_MATRICES = "tests/engine/test_muon.py::test_a_function_of_matrices_in_a_flat_tensor_sharded_as_by_zero"
+CPU_ADAM = ("tests/engine/test_offload.py::"
+            "test_a_resumed_cpu_adam_has_the_powers_of_the_betas_of_an_uninterrupted_one")
+TABLES = "tests/engine/test_pipeline.py::test_gradients_of_a_tied_embedding_are_summed_once_over_three_pipelines"
+SHARES = "tests/engine/test_sequence_parallel.py::test_parts_of_ranks_are_of_all_targets_however_these_are_ignored"
+ROWS = "tests/engine/test_sharded_start.py::test_rows_begin_where_torch_deals_them"
+DROPOUT_OF_HEADS = ("tests/model/test_model_dropout.py::"
+                    "test_tensor_parallel_ranks_have_different_masks_and_equal_generator_states")
+TIED = "tests/model/test_model_gpt.py::test_tying_survives_moves_and_loading"
+DROPOUT_SEEDS = "tests/trainer/test_trainer_plain_step.py::test_who_draws_the_same_masks"
+
 FAULTS = (
     Fault("never-reduced", "ddp", TORCH, "if peers == 1 and self.masters is None:", "if self.masters is None:",
           cell("ddp", 2)),
@@ -43,7 +56,7 @@ FAULTS = (
     Fault("buckets-reduced-only-in-the-first-step", "ddp", REDUCER, "        self._next = self._first\n", "",
           cell("ddp", 2, dtype="bf16")),
     Fault("dropout-of-all-ranks-alike", "ddp", START, 'dist.mesh.place("pp", "dp", "sp")[0])', "0)",
-          DROPOUT),
+          DROPOUT_SEEDS),
     Fault("always-a-boundary", "zero", DEEPSPEED, "set_gradient_accumulation_boundary(is_last)",
           "set_gradient_accumulation_boundary(True)", cell("zero1", 2)),
     Fault("divided-by-accumulation-twice", "zero", DEEPSPEED, "self._passed_through(loss), retain",
@@ -73,7 +86,8 @@ FAULTS = (
           "outputs = (tiles.out_parts[down - 1 - row], tiles.out_parts[down - row])", cell("tiled", 2)),
     Fault("matrices-of-the-first-place-alone", "zero", MATRICES,
           "            if part.is_contributed or self._is_replicated:",
-          "            if (part.is_contributed and part.place.start == 0) or self._is_replicated:", MUON),
+          "            if (part.is_contributed and part.place.start == 0) or self._is_replicated:",
+          SHARDED_MATRICES),
     Fault("rows-are-copies", "fsdp2", FSDP2, "parameter.to_local().detach() for",
           "parameter.to_local().detach().clone() for", cell("fsdp2", 2)),
     Fault("reduced-after-the-wrong-micro-step", "fsdp2", FSDP2, "(is_last or self._reduces_each or",
@@ -85,7 +99,7 @@ FAULTS = (
     Fault("rows-by-the-global-rank", "fsdp2", FSDP2, "fill_rows(model, dist.device, *self._place)",
           "fill_rows(model, dist.device, rank, size)", cell("fsdp2_within2", 4)),
     Fault("rows-floored", "fsdp2", SHARDED, "rank * -(-shape[0] // size)", "rank * (shape[0] // size)",
-          PARTS),
+          ROWS),
     Fault("gradients-of-one-rank", "fsdp2", FSDP2, "fully_shard(block, mesh=mesh, mp_policy=policy)",
           "fully_shard(block, mesh=mesh, mp_policy=policy)\n            block.set_gradient_divide_factor(1.0)",
           cell("fsdp2", 2)),
@@ -112,13 +126,13 @@ FAULTS = (
     Fault("softmax-of-own-columns", "tp", LOSS, "if options.z_loss or options.columns.ranks > 1:",
           "if options.z_loss:", cell("tp2", 2)),
     Fault("dropout-of-heads-alike", "tp", TENSOR, '"dropout", self.rank)', '"dropout", 0)',
-          DROPOUT),
+          DROPOUT_OF_HEADS),
     Fault("dropout-of-peers-differs", "tp", START, 'dist.mesh.place("pp", "dp", "sp")[0])', "dist.rank)",
-          DROPOUT),
+          DROPOUT_SEEDS),
     Fault("shared-gains-not-summed", "tp", TENSOR, '.tp == "summed":', '.tp == "nothing":',
           ARCHITECTURES),
     Fault("sums-of-autocast-in-bf16", "tp", SUMS, "torch.float32 if casts else x.dtype)", "x.dtype)",
-          WIDE_SUMS),
+          TENSOR_SUMS_DTYPE),
     Fault("width-norms-squares-summed-forward-only", "tp", TENSOR,
           "squares = copy_to_tp_region(reduce_from_tp_region(squares, self.group), self.group)",
           "squares = reduce_from_tp_region(squares, self.group)", ARCHITECTURES),
@@ -153,8 +167,8 @@ FAULTS = (
           "targets[:, :share], summed", cell("sp2", 2, "llama")),
     Fault("mean-of-the-shares-means", "sp", ULYSSES, "loss * (size / (targets != IGNORED).sum())",
           "loss / (targets[:, own_share] != IGNORED).sum()",
-          PARTS),
-    Fault("documents-of-a-share", "sp", ULYSSES, "sequences=tokens)", "sequences=tokens[:, own_share])", PARTS),
+          SHARES),
+    Fault("documents-of-a-share", "sp", ULYSSES, "sequences=tokens)", "sequences=tokens[:, own_share])", SHARES),
     Fault("shares-attend-within", "sp", ULYSSES, "        return self._eager(q, k, v, *mask)\n",
           "        return self.inner(q, k, v, *mask)\n", cell("sp2", 2)),
     Fault("second-copy-without-values", "hpz", SHARDED, "    parameter.ds_secondary_tensor = None\n", "",
@@ -169,15 +183,15 @@ FAULTS = (
     Fault("table-of-one-stage", "tied table", PIPELINE, "    if stage.config.tied:\n", "    if False:\n",
           cell("pp2", 2, "llama")),
     Fault("table-summed-three-times", "tied table", PIPELINE,
-          "        if rank > 0:\n            grad.zero_()\n", "", PARTS),
+          "        if rank > 0:\n            grad.zero_()\n", "", TABLES),
     Fault("table-is-the-heads-alone", "tied table", TENSOR,
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight)",
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight.detach())", cell("tp2", 2)),
-    Fault("tables-of-three-summed-late", "tied table", PIPELINE, "or ranks < 3:", "or ranks < 4:", PARTS),
+    Fault("tables-of-three-summed-late", "tied table", PIPELINE, "or ranks < 3:", "or ranks < 4:", TABLES),
     Fault("tie-lost-on-a-move", "tied table", GPT, "super()._apply(fn, recurse)\n        self._tie()",
-          "super()._apply(fn, recurse)", PARTS),
+          "super()._apply(fn, recurse)", TIED),
     Fault("parts-not-summed", "norm over ranks", GRADIENTS, 'if mesh.size("pp", "tp") > 1:',
           'if mesh.size("pp", "tp") > 99:', cell("tp2", 2)),
     Fault("copies-counted-twice", "norm over ranks", GRADIENTS, "if grad is not None and at.primary]",
@@ -206,5 +220,5 @@ FAULTS = (
           "nvme.keep_unaligned_gradients(zero)", "pass", cell("zero3_nvme", 3, "paths")),
     Fault("cpu-adams-count-one-less", "offload", STATE, "for number in range(step + 1):",
           "for number in range(step):",
-          PARTS),
+          CPU_ADAM),
 )

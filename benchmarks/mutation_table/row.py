@@ -43,24 +43,10 @@ def cell(layout: str, world: int, model: str = "gpt2", dtype: str = "fp32") -> C
     return Cell(layout, world, f"tiny-{model}", dtype)
 
 
-@dataclass(frozen=True)
-class Definitions:
-    """Definitions that certify checks first (`ezpz_llm/verify/certify/definitions.py`).
-
-    Attributes:
-        topic: the topic whose check should fail; only this one is run.
-    """
-
-    topic: str
-
-    def __str__(self) -> str:
-        return "certify: definitions"
-
-
-RATES, INITIAL, PARTS, SCALE, DROPOUT, WIDE_SUMS, MUON, ARCHITECTURES, TRAINER = map(Definitions, (
-    "rates", "initial weights", "parts", "loss scale", "dropout", "sums", "Muon", "architectures", "trainer"))
 GPT2, LLAMA, GPT2_BF16 = cell("ddp", 1), cell("ddp", 1, "llama"), cell("ddp", 1, dtype="bf16")
 """Cells of a single process, which certify compares with the definition of the step."""
+ARCHITECTURES = "tests/model/test_model_architectures.py::test_losses_logits_and_gradients_match_the_definition"
+"""Test that detects faults of several tables."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,7 @@ class Fault:
         file: path relative to the checkout.
         right: text that occurs exactly once in the file.
         wrong: replacement for it.
-        sees: check that should fail: a cell, the definitions, or a test.
+        sees: check that should fail: a cell or a test.
         what: use of the code in which results change; "" if all uses change.
     """
 
@@ -81,7 +67,7 @@ class Fault:
     file: str
     right: str
     wrong: str
-    sees: Cell | Definitions | str
+    sees: Cell | str
     what: str = ""
 
     @property

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from mutation_table.row import (
-    ARCHITECTURES,
-    DROPOUT,
-    GPT2,
-    GPT2_BF16,
-    INITIAL,
-    LLAMA,
-    MUON,
-    SCALE,
-    WIDE_SUMS,
-    Fault,
-    cell,
-)
+from mutation_table.row import ARCHITECTURES, GPT2, GPT2_BF16, LLAMA, Fault, cell
 
 ADAMW = "ezpz_llm/training/layout/optimizers/adamw.py"
 BASE = "ezpz_llm/training/engine/base.py"
@@ -30,6 +18,20 @@ REDUCER = "ezpz_llm/training/engine/gradient_reducer.py"
 MUONS = "ezpz_llm/training/layout/optimizers/muon.py"
 STATE = "ezpz_llm/training/engine/optimizer_state.py"
 TORCH = "ezpz_llm/training/engine/torch_engine.py"
+
+NAN_STEP = "tests/engine/test_engine_loss_scale.py::test_a_step_with_nan_gradients_changes_nothing"
+SCALED_STEPS = "tests/engine/test_engine_loss_scale.py::test_steps_match_the_definition_with_and_without_a_scale"
+CLIPPED = "tests/engine/test_engine_torch.py::test_the_norm_and_the_clipping_are_torchs"
+MUON_STEP = "tests/engine/test_muon.py::test_a_step_is_that_of_torch"
+MUON_DIRECTION = "tests/engine/test_muon.py::test_direction_is_nearly_orthogonal_in_any_shape"
+RECOMPUTED = "tests/engine/test_pipeline.py::test_recomputed_blocks_keep_less_and_give_the_same_gradients"
+BLOCKS_OF_KEYS = ("tests/model/test_model_blockwise_attention.py::"
+                  "test_outputs_and_gradients_are_those_of_the_definition")
+ATTENTION_DROPOUT = ("tests/model/test_model_dropout.py::"
+                     "test_attention_drops_and_scales_probabilities_in_training_only")
+DROPOUT = "tests/model/test_model_dropout.py::test_every_module_drops_and_scales_elements"
+INITIAL = "tests/model/test_model_init.py::test_values_have_the_schemes_mean_and_deviation_and_none_is_drawn_twice"
+LOSS_VALUES = "tests/model/test_model_loss.py::test_value_and_gradients_are_the_definitions"
 
 FAULTS = (
     Fault("rope-neighbouring-pairs", "forward", GPT, "= x.chunk(2, dim=-1), result.chunk(2, dim=-1)",
@@ -79,9 +81,9 @@ FAULTS = (
     Fault("z-loss-of-ignored-targets", "forward", LOSS, ".square() * (flat_targets != IGNORED)", ".square()", GPT2),
     Fault("z-loss-halved-in-chunks", "forward", LOSS, "* (1 + 2 * options.z_loss * normalizer)",
           "* (1 + options.z_loss * normalizer)",
-          SCALE),
+          LOSS_VALUES),
     Fault("dropout-in-evaluation", "forward", GPT, "dropout = self.dropout if self.training else 0.0",
-          "dropout = self.dropout", DROPOUT),
+          "dropout = self.dropout", ATTENTION_DROPOUT),
     Fault("keys-normalized-by-the-queries-gain", "forward", GPT, "_normalize(self.k_head_norm, k)",
           "_normalize(self.q_head_norm, k)", ARCHITECTURES),
     Fault("norm-after-the-residual-sum", "forward", GPT, "return x + self.ln_2(self.mlp(x).type_as(x))",
@@ -116,10 +118,10 @@ FAULTS = (
     Fault("scale-missing-backward", "backward", BLOCKWISE, "            rows *= 1 / math.sqrt(dim)\n", "",
           GPT2_BF16),
     Fault("keys-of-other-blocks-lost", "backward", BLOCKWISE, "key_grads[:, :end] += block_key_grads", "pass",
-          WIDE_SUMS),
+          BLOCKS_OF_KEYS),
     Fault("recomputed-with-other-dropout", "backward", GPT, "x, rotation, *mask, use_reentrant=False)",
           "x, rotation, *mask, use_reentrant=False, preserve_rng_state=False)",
-          DROPOUT),
+          RECOMPUTED),
     Fault("loss-of-the-last-micro-step", "accumulation", BASE, "loss += micro_loss.detach() / accumulation",
           "loss = micro_loss.detach()", GPT2),
     Fault("loss-is-a-sum", "accumulation", BASE, "loss += micro_loss.detach() / accumulation",
@@ -166,7 +168,7 @@ FAULTS = (
           "    optimizer.previous = norm\n    return norm", GPT2),
     Fault("divisor-of-the-step-before", "clipping", GRADIENTS, "        optimizer.grad_scale = divisor\n",
           "        optimizer.grad_scale = getattr(optimizer, 'grad_scale', None) if divisor is None else divisor\n",
-          SCALE),
+          SCALED_STEPS),
     Fault("clip-never", "clipping", GRADIENTS, "    if clip > 0:\n", "    if clip > 1:\n", GPT2),
     Fault("norm-after-clipping", "clipping", GRADIENTS,
           "norm = norm / loss_scale\n    _scale_gradients(optimizer, grads, norm, clip, loss_scale)\n"
@@ -175,13 +177,13 @@ FAULTS = (
           "    return norm.clamp(max=clip)", GPT2),
     Fault("first-tensor-not-clipped", "clipping", GRADIENTS, "foreach_div_(grads, divisor)",
           "foreach_div_(grads[1:], divisor)",
-          SCALE),
+          CLIPPED),
     Fault("loss-scale-in-the-norm", "clipping", GRADIENTS,
-          "norm = norm / loss_scale\n    _scale_gradients(", "_scale_gradients(", SCALE),
+          "norm = norm / loss_scale\n    _scale_gradients(", "_scale_gradients(", CLIPPED),
     Fault("loss-scale-kept-by-clipping", "clipping", GRADIENTS, ".clamp(min=1.0) * loss_scale", ".clamp(min=1.0)",
-          SCALE),
+          CLIPPED),
     Fault("steps-of-nan-are-made", "clipping", GRADIENTS, "torch.finfo(torch.float32).max))",
-          "torch.finfo(torch.float32).max)) & False", SCALE),
+          "torch.finfo(torch.float32).max)) & False", NAN_STEP),
     Fault("betas-swapped", "optimizer", BUILD, '"betas": betas', '"betas": betas[::-1]', GPT2),
     Fault("beta2-of-torch", "optimizer", BUILD, '"betas": betas', '"betas": (betas[0], 0.999)', GPT2),
     Fault("epsilon-of-torch", "optimizer", BUILD, '"eps": eps}', '"eps": 1e-8}', GPT2),
@@ -208,9 +210,9 @@ FAULTS = (
           "            self._optimizer.step()\n            self._optimizer.step()\n", GPT2),
     Fault("nesterov-forgotten", "optimizer", MUONS,
           "directions[parameter] = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's",
-          "directions[parameter] = momentum.clone()", MUON),
+          "directions[parameter] = momentum.clone()", MUON_STEP),
     Fault("updates-scaled-by-rows", "optimizer", MUONS, "x = x * (0.2 * max(matrix.shape) ** 0.5)",
-          "x = x * (0.2 * matrix.shape[0] ** 0.5)", MUON),
+          "x = x * (0.2 * matrix.shape[0] ** 0.5)", MUON_DIRECTION),
     Fault("residual-scale-of-half-the-depth", "optimizer", INIT, "/ math.sqrt(2 * config.n_layer)",
           "/ math.sqrt(config.n_layer)", INITIAL),
     Fault("tiles-share-a-generator", "optimizer", INIT,

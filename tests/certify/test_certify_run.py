@@ -148,8 +148,6 @@ def test_every_layout_passes(quick: tuple[int, str, dict[str, dict]]) -> None:
     assert {name for name in results if name.endswith(" fp32")} == {
         f"{name} {model} fp32" for name in ds_config.names() for model in recipe.MODELS if name not in unbuilt}
     assert "--quick omits" in output
-    assert ("single-process checks passed: rates, initial weights, parts, loss scale, dropout, sums, Muon, "
-            "architectures, trainer") in output
     for result in results.values():
         assert min(result["norms"]) > recipe.CLIP
         # The loss decreases by far more than the allowed difference between two runs.

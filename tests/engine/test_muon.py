@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +12,15 @@ import torch
 from launch_runs import need_mpiexec
 from places import TESTS
 from rank_jobs import results_of
+from thread_ranks import ThreadMesh, run_ranks
 
 from ezpz_llm.core.base.errors import UserError
+from ezpz_llm.training.dist import Degrees
+from ezpz_llm.training.engine.optimizer_state import Slice
+from ezpz_llm.training.engine.whole_matrices import WholeMatrices
 from ezpz_llm.training.layout.optimizers.muon import MUON, _orthogonalized
 from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.parameters import whole_box
 
 BOUND = 5e-5
 """Bound on weights relative to the distance that they moved, and on gradient norms.
@@ -106,6 +113,34 @@ class _Whole:
     def apply(self, function: Any, values: dict[torch.Tensor, torch.Tensor]) -> None:
         for matrix in values.values():
             matrix.copy_(function(matrix))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_function_of_matrices_in_a_flat_tensor_sharded_as_by_zero(ranks: int) -> None:
+    shapes, offsets, length = {"a": (5, 4), "b": (3, 7)}, {"a": 0, "b": 20}, 41
+    flat = torch.randn(length, generator=torch.Generator().manual_seed(0))
+
+    def apply_on_rank(mesh: ThreadMesh) -> torch.Tensor:
+        """Return this rank's elements of the results."""
+        share = -(-length // mesh.dp_size)
+        begin = mesh.dp_rank * share
+        local = flat[begin:begin + share].clone()
+        pieces = []
+        for name, shape in shapes.items():
+            start, stop = (min(max(edge - offsets[name], 0), math.prod(shape)) for edge in (begin, begin + share))
+            if start < stop:
+                place = offsets[name] + start - begin
+                pieces.append(Slice(name, shape, whole_box(shape), start, stop,
+                                    {"weight": local[place:place + stop - start]}))
+        state: Any = SimpleNamespace(shapes=shapes, raw_slices=lambda: pieces,
+                                     stepped=lambda: [(local, list(shapes))])
+        WholeMatrices(state, mesh, shapes).apply(lambda matrix: matrix @ matrix.T @ matrix, {local: local})
+        return local
+
+    actual = torch.cat(run_ranks(Degrees(dp=ranks), apply_on_rank))
+    matrices = [part.view(shape) for part, shape in zip(flat.split((20, 21)), shapes.values(), strict=True)]
+    expected = torch.cat([(matrix @ matrix.T @ matrix).flatten() for matrix in matrices])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_tiled_layers_are_rejected() -> None:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist import Degrees, Dist, Mesh
 from ezpz_llm.training.engine import nvme
 from ezpz_llm.training.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.training.engine.optimizer_state import TorchState
 from ezpz_llm.training.layout import ops
 from ezpz_llm.training.layout.layout import Layout, ZeroOptions
 from ezpz_llm.training.layout.ops import is_built, needed_ops
@@ -154,6 +156,34 @@ def test_checkpoints_move_between_files_and_memory(two_ranks: Path, pair: str) -
     assert result["losses"] == pytest.approx(result["straight"], abs=LOSS_BOUND["fp32"], rel=0)
     assert result["begun"] + result["losses"] == pytest.approx(alone, abs=LOSS_BOUND["fp32"], rel=0)
     assert len(result["losses"]) == STEPS - HALF
+
+
+class _BetaPowers:
+    """Powers of the betas in DeepSpeed's C++ Adam (csrc/includes/cpu_adam.h, IncrementStep), in fp32."""
+
+    def __init__(self) -> None:
+        self.powers, self._step = torch.ones(2), 0
+
+    def adam_update(self, _: int, step: int, rate: float, beta1: float, beta2: float, *others: Any) -> None:
+        """Multiply the powers in the step after the previous one; compute them directly after a jump."""
+        betas = torch.tensor((beta1, beta2))
+        if step != self._step:
+            self.powers = self.powers * betas if step == self._step + 1 else betas ** step
+            self._step = step
+
+
+def test_a_resumed_cpu_adam_has_the_powers_of_the_betas_of_an_uninterrupted_one() -> None:
+    steps, betas = 40, (0.9, 0.95)
+    optimizer: Any = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], betas=betas)
+    optimizer.param_groups[0]["bias_correction"] = True
+    optimizer.ds_opt_adam, optimizer.opt_id = _BetaPowers(), 0
+    optimizer.ds_opt_adam.adam_update(0, 70, 0.0, *betas)  # steps before the resume
+    TorchState(torch.nn.Module(), optimizer, 0, 1, None).loaded(steps)
+    uninterrupted = _BetaPowers()
+    for step in range(steps + 2):
+        uninterrupted.adam_update(0, step, 0.0, *betas)
+    optimizer.ds_opt_adam.adam_update(0, steps + 1, 0.0, *betas)
+    assert torch.equal(optimizer.ds_opt_adam.powers, uninterrupted.powers)
 
 
 def test_ops_needed_by_layouts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import thread_ranks
 import torch
 from hypothesis import given, strategies as st
 from places import HELPERS
 from slowness import scaled
+from thread_ranks import ThreadMesh
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.training import checkpoint
+from ezpz_llm.training.dist import Degrees
+from ezpz_llm.training.engine.pipeline_engine import PipelineEngine
 from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.layout.value_source import COMMAND_LINE
 from ezpz_llm.training.model.compile import recompute_blocks
@@ -179,6 +185,24 @@ def test_recomputed_blocks_can_be_compiled() -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert not torch._dynamo.utils.counters["graph_break"]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "grad"), (torch.bfloat16, "_hp_grad")])
+def test_gradients_of_a_tied_embedding_are_summed_once_over_three_pipelines(dtype: torch.dtype, name: str) -> None:
+    """DeepSpeed sums them once more, in any order, so that only one pipeline may have a part of the sum."""
+    gradients = torch.randint(100, (3, 5, 2), generator=torch.Generator().manual_seed(0)).float()
+
+    def sum_on_rank(mesh: ThreadMesh) -> torch.Tensor:
+        weight: Any = torch.nn.Parameter(torch.zeros(5, 2))
+        setattr(weight, name, gradients[mesh.dp_rank].clone())
+        engine: Any = SimpleNamespace(module=SimpleNamespace(table=SimpleNamespace(weight=weight)), _mesh=mesh,
+                                      _replica=mesh.place("dp", "sp"), _dtype=dtype)
+        PipelineEngine._sum_over_replicas(engine)
+        return getattr(weight, name)
+
+    shares = torch.stack(thread_ranks.run_ranks(Degrees(dp=3), sum_on_rank))
+    assert torch.equal(shares.sum(dim=0), gradients.sum(dim=0))
+    assert (shares.count_nonzero(dim=0) <= 1).all()
 
 
 @pytest.mark.parametrize(("block", "recompute", "message"), [

@@ -19,6 +19,7 @@ def losses(tokens: Tensor, targets: Tensor, first: int) -> Tensor:
 
 
 def inner(tokens: Tensor, targets: Tensor, reduction: str, *, first: int, sequences: Tensor) -> Tensor:
+    assert sequences.shape[1] == LENGTH, "the document mask needs whole sequences"
     per_token = losses(tokens, targets, first)
     return per_token.sum(dim=-1) if reduction == "rows" else per_token.sum()
 

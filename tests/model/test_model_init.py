@@ -16,7 +16,7 @@ from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.init import TILE, decay_groups, fill, init_weights, initial_std, initial_values
-from ezpz_llm.training.model.parameters import Placement
+from ezpz_llm.training.model.parameters import Placement, parameter_shapes, whole_box
 
 
 def initialised(config, seed=1337):
@@ -134,6 +134,29 @@ def test_parameters_and_seeds_differ():
     starts = [tuple((p.flatten()[:4] / p.std()).tolist()) for model in models
               for p in model.parameters() if p.dim() >= 2]
     assert len({tuple(round(x, 4) for x in start) for start in starts}) == len(starts) == 5 * 10
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_values_have_the_schemes_mean_and_deviation_and_none_is_drawn_twice(name: str, seed: int) -> None:
+    """Within six standard errors: about one false alarm in 5e8 matrices. Matrices have several tiles."""
+    config = get_model_config(f"tiny-{name}", n_layer=2, n_head=2, n_kv_head=2, n_embd=64, block_size=70,
+                              vocab_size=200, intermediate_size=600, tied=False)
+    values, drawn = initial_values(config, seed), []
+    for parameter, shape in parameter_shapes(config).items():
+        whole = values(parameter, whole_box(shape))
+        if whole.dim() == 1:
+            assert (whole == float(parameter.endswith(".weight"))).all(), parameter
+            continue
+        std = 0.02 if name == "gpt2" or "wte" in parameter else shape[1] ** -0.5
+        if "c_proj" in parameter:  # a projection into the residual stream
+            std = (0.02 if name == "gpt2" else config.n_embd ** -0.5) / math.sqrt(2 * config.n_layer)
+        count = whole.numel()
+        assert abs(whole.double().mean().item()) <= 6 * std / math.sqrt(count), parameter
+        root_mean_square = whole.double().square().mean().sqrt().item()
+        assert root_mean_square == pytest.approx(std, rel=6 / math.sqrt(2 * count)), parameter
+        drawn.append(whole.flatten().view(torch.int64))  # pairs: some values of 32 bits are equal by chance
+    assert len(torch.cat(drawn).unique()) == sum(map(len, drawn))
 
 
 WIDE = replace(get_model_config("tiny-gpt2", n_layer=1, n_head=4, n_kv_head=4, n_embd=600, intermediate_size=1100))

@@ -48,6 +48,36 @@ def test_the_trainers_own_schedules() -> None:
     assert log == pytest.approx([1e-4 + 9e-4 * math.log(n) / math.log(4) for n in (2, 3, 4)] + 2 * [1e-3])
 
 
+PEAK, FLOOR, DECAY, WSD_DECAY = 4e-3, 5e-4, 40, 9
+CURVES = {
+    # (1 + cos(pi x)) / 2 is the squared cosine of half the angle.
+    "cosine": lambda step, progress: math.cos(math.pi / 2 * progress) ** 2,
+    "linear": lambda step, progress: 1 - progress,
+    "constant": lambda step, progress: 1.0,
+    "wsd": lambda step, progress: min(1.0, max(0.0, (DECAY - step) / WSD_DECAY)),
+}
+"""Height above the floor (0 to 1) at a step, from the completed share of the decay."""
+
+
+@pytest.mark.parametrize("begin", [0.0, 1e-4])
+@pytest.mark.parametrize("shape", ["linear", "log"])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("name", CURVES)
+def test_every_step_of_a_warm_up_a_decay_and_the_steps_after_it(name: str, warmup: int, shape: Any,
+                                                               begin: float) -> None:
+    config = TrainConfig(schedule=name, lr=PEAK, min_lr=FLOOR, warmup_steps=warmup, decay_steps=DECAY,
+                         wsd_decay_steps=WSD_DECAY, warmup_type=shape, warmup_min_lr=begin)
+    for step in range(DECAY + 5):
+        number = step + 1
+        if number <= warmup:
+            share = number / warmup if shape == "linear" else math.log(number + 1, warmup + 1)
+            expected = begin + (PEAK - begin) * share
+        else:
+            progress = min(1.0, (step - warmup) / (DECAY - warmup))
+            expected = FLOOR + (PEAK - FLOOR) * CURVES[name](step, progress)
+        assert learning_rate(step, config) == pytest.approx(expected, rel=1e-12), number
+
+
 @pytest.mark.parametrize(("argv", "words"), [
     (["--schedule", "cosin"], "did you mean cosine"),
     (["--schedule", "wsd", "--warmup-steps", "9"], "a warm-up of 9 steps and a decay of 2 do not fit"),

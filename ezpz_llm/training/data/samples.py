@@ -154,7 +154,7 @@ def _places_of(lengths: Sequence[int], counts: Sequence[int], block_size: int, s
     starts = np.empty_like(indices)
     for part, length in enumerate(lengths):
         rows = stream_indices == part
-        starts[rows] = sample_windows(length, block_size, part_seed(seed, part), indices[rows])
+        starts[rows] = sample_windows(length, block_size, _part_seed(seed, part), indices[rows])
     return stream_indices, starts
 
 
@@ -323,6 +323,6 @@ def draw_streams(counts: Sequence[int], seed: int, indices: np.ndarray) -> tuple
     return stream_indices, blocks * np.asarray(counts)[stream_indices] + values - begins[stream_indices]
 
 
-def part_seed(seed: int, part: int) -> int:
+def _part_seed(seed: int, part: int) -> int:
     """Return the seed for the order of a stream; the first stream uses `seed` itself, as without a mixture."""
     return seed + part * 0x9E3779B97F4A7C15

@@ -17,7 +17,7 @@ from ezpz_llm.core.rundir.records import Environment, read_record
 from ezpz_llm.launcher.basics.child import launch_words, run_launch
 from ezpz_llm.verify.certify.cases import Case, Work
 from ezpz_llm.verify.certify.injected_faults import find_fault
-from ezpz_llm.verify.certify.records import CaseResult, Definition, Refused
+from ezpz_llm.verify.certify.records import CaseResult, Refused
 from ezpz_llm.verify.certify.target_file import TargetFile
 
 _START_S, _REFERENCE_S, _CASE_S = 120, 180, 90
@@ -88,13 +88,12 @@ def _launch(job: Job, world: int, folder: Path) -> int:
 
 
 class Failure(Struct, frozen=True, omit_defaults=True):
-    """Error of a rank, and the task that it ended: a reference, the definition checks, or a case."""
+    """Error of a rank, and the task that it ended: a reference or a case."""
 
     rank: Rank
     error: str
     traceback: str = ""
     reference: str | None = None
-    definitions: str | None = None
     case: Case | None = None
 
 
@@ -161,17 +160,6 @@ def reference_file(root: Path, model: str, dtype: str, steps: int, world: int | 
     """
     ranks = "" if world is None else f"-for-{world}-ranks"
     return root / "reference" / f"{model}-{dtype}-{steps}{ranks}" / "reference.json"
-
-
-def definitions_file(root: Path) -> Path:
-    """Return the path of the file with the outcomes of the definition checks."""
-    return root / "reference" / "definitions.json"
-
-
-def read_definition_outcomes(root: Path) -> list[Definition]:
-    """Return the outcomes of the definition checks in order, or an empty list if they have not run."""
-    path = definitions_file(root)
-    return as_record(list[Definition], read_json(path), str(path)) if path.is_file() else []
 
 
 def add_result(root: Path, result: CaseResult) -> None:

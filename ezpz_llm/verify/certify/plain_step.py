@@ -273,12 +273,6 @@ def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: S
     return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def next_logits(weights: Tensors, tokens: Tensor, settings: Settings) -> Tensor:
-    """Return logits (B, V) of the token after each sequence (B, T), in fp64."""
-    with torch.no_grad():
-        return _logits(weights, tokens, settings, _Rounding(EXACT))[:, -1]
-
-
 def evaluation_loss(weights: Tensors, batches: Sequence[MicroBatch], settings: Settings,
                     arithmetic: Arithmetic = EXACT) -> float:
     """Return the loss of an evaluation: the mean over all targets of all batches, except ignored targets."""

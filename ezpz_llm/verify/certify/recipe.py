@@ -39,7 +39,7 @@ BETAS = (0.9, 0.95)
 EPS = 1e-4
 """Above the rounding of an element whose gradient is 0 (7e-6 in bf16), and below a tenth of the median gradient.
 With the usual 1e-8, rounding alone would determine the sign of full-size Adam steps, and correct runs would differ.
-The single-process checks cover epsilon element by element."""
+The comparison of the single process covers epsilon element by element."""
 WEIGHT_DECAY = 0.1
 PEAK_LR, FLOOR_LR = 2e-3, 2e-4
 

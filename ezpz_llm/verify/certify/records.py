@@ -19,14 +19,6 @@ class Refused(Struct, frozen=True):
     instead: str
 
 
-class Definition(Struct, frozen=True):
-    """Outcome of a topic of `definitions.TOPICS`: the error (or None), and the duration."""
-
-    what: str
-    wrong: str | None
-    seconds: float
-
-
 class Noise(Struct, frozen=True):
     """Baseline noise: differences between single-process runs that sum in another order, by quantity."""
 
@@ -224,7 +216,6 @@ class CertificateRecord(Basis, frozen=True, kw_only=True):
     passed: bool
     refused: Refused | None = None
     environment: Machine
-    definitions: list[Definition] | UnsetType = UNSET
     skipped: list[SkippedCase] = []
     references: dict[str, ReferenceSummary] = {}
     results: list[CaseResult]

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from msgspec import UNSET, structs
+from msgspec import structs
 
 from ezpz_llm.core.base import UserError, group_by_key, print_lines
 from ezpz_llm.core.base.records import as_plain
@@ -25,17 +25,11 @@ from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.observe.tables import table
 from ezpz_llm.verify.certify import recipe, target_file, verdict
 from ezpz_llm.verify.certify.cases import Skipped, Work, load_layout, omitted_cases
-from ezpz_llm.verify.certify.local_launches import (
-    MIDDLE,
-    read_definition_outcomes,
-    read_reference_error,
-    read_results,
-)
+from ezpz_llm.verify.certify.local_launches import MIDDLE, read_reference_error, read_results
 from ezpz_llm.verify.certify.records import (
     Basis,
     CaseResult,
     CertificateRecord,
-    Definition,
     Machine,
     Refused,
     SkippedCase,
@@ -105,12 +99,11 @@ def basis(steps: int) -> Basis:
 
 
 def record(work: Work, results: Sequence[CaseResult], environment: Environment | None, command: str,
-           seconds: float, refused: Refused | None = None, checks: Sequence[Definition] = ()) -> CertificateRecord:
+           seconds: float, refused: Refused | None = None) -> CertificateRecord:
     """Return the content of certify.json.
 
     Args:
         refused: reason why the single-process reference is unusable, from `read_reference_error`.
-        checks: outcomes of the definition checks, from `local_launches.read_definition_outcomes`.
     """
     machine = environment or Environment()
     shared = basis(work.steps) if work.target is None else target_file.basis(work.target, work.steps)
@@ -118,7 +111,6 @@ def record(work: Work, results: Sequence[CaseResult], environment: Environment |
         **structs.asdict(shared), command=command, date=time.strftime("%Y-%m-%d"), seconds=round(seconds, 1),
         passed=refused is None and all_passed(results, work.skipped), refused=refused,
         environment=Machine(machine.versions, machine.platform, machine.device, machine.threads),
-        definitions=list(checks) or UNSET,
         skipped=[SkippedCase(**asdict(skip.case), reason=skip.reason, illegal=skip.illegal)
                  for skip in work.skipped],
         references={_reference(result, work): result.reference for result in results if result.reference},
@@ -171,9 +163,8 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
     """Print and write the outcome, and return the exit code. Call on one rank only."""
     outcome, refused = read_results(run_dir.path), read_reference_error(run_dir.path)
     shutil.rmtree(run_dir.path / MIDDLE, ignore_errors=True)
-    checks = read_definition_outcomes(run_dir.path)
     command = shlex.join(["ezpz-llm", "certify", *argv])
-    certificate = record(work, outcome, environment, command, time.perf_counter() - began, refused, checks)
+    certificate = record(work, outcome, environment, command, time.perf_counter() - began, refused)
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(path), as_json(certificate))
@@ -182,8 +173,6 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
         color = sys.stdout.isatty()
         print_lines(_verdict_table(outcome, rich=color), keeps_colors=color)
     print_lines(closing_text(outcome, work.skipped, refused))
-    if checks and refused is None:
-        print_lines(f"single-process checks passed: {', '.join(topic.what for topic in checks)}")
     if work.target is None:
         print_lines(omitted_cases(work))
     print_lines(f"{certificate.seconds:.0f} s; all numbers: {run_dir.path / 'certify.json'}")

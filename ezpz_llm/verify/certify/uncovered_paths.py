@@ -32,7 +32,6 @@ from ezpz_llm.verify.certify.one_process import DISAGREES, Evaluation, ObservedS
 from ezpz_llm.verify.certify.plain_step import IGNORED, MicroBatch, cosine_rate
 from ezpz_llm.verify.certify.records import CaseResult
 from ezpz_llm.verify.certify.reference import make_engine, on_cpu, single_rank_world
-from ezpz_llm.verify.certify.sample_order import check_reader
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,11 @@ _RUNS = (_Run("clipped", recipe.CLIP, 2, recipe.LOSS_CHUNK, 0.0),
 
 
 def check_paths(model: str, dtype: str, dist: Dist) -> None:
-    """Check the data reader and the steps of both runs against their definitions. Call on one rank.
+    """Check the steps of both runs against their definition. Call on one rank.
 
     Raises:
         UserError: names the phase, the step and the module.
     """
-    check_reader()
     comparisons, _ = one_process.compare_steps(observe(model, dtype, dist), dtype)
     one_process.raise_if_failed(comparisons, DISAGREES, f"{model} {dtype}")
 

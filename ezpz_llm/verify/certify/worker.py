@@ -23,12 +23,10 @@ from ezpz_llm.training.dist.setup import setup
 from ezpz_llm.training.observe import run_environment
 from ezpz_llm.verify.certify.case import certify_case
 from ezpz_llm.verify.certify.cases import Case, Work
-from ezpz_llm.verify.certify.definitions import check_definitions
 from ezpz_llm.verify.certify.local_launches import (
     Failure,
     Job,
     add_result,
-    definitions_file,
     needed_references,
     write_reference_error,
 )
@@ -65,8 +63,8 @@ _COLLECTIVE_TIMEOUT_S = 240.0
 def run_job(job: Job, dist: Dist) -> list[CaseResult]:
     """Compute a job's references, then run its cases, all in one process group. Collective.
 
-    Rank 0 appends each result to the results file. If a reference or a definition check fails, rank 0 records the
-    reason, and no case runs.
+    Rank 0 appends each result to the results file. If a reference fails, rank 0 records the reason, and no
+    case runs.
 
     Returns:
         The results of the cases; empty if no case ran.
@@ -77,14 +75,9 @@ def run_job(job: Job, dist: Dist) -> list[CaseResult]:
 
     heartbeat = Heartbeat(os.environ)
 
-    def run_task_of_rank(tasks: Sequence[tuple[str, str] | None]) -> None:
-        """Run this rank's task, if it has one: compute a reference, or for None run the definition checks."""
-        for task in tasks[dist.rank:dist.rank + 1]:
-            if task is None:
-                with _record_failure(job, dist, definitions="all"):
-                    check_definitions(job.root)
-                continue
-            model, dtype = task
+    def compute_reference_of_rank(references: Sequence[tuple[str, str]]) -> None:
+        """Compute this rank's reference, if it has one."""
+        for model, dtype in references[dist.rank:dist.rank + 1]:
             with _record_failure(job, dist, reference=f"{model} {dtype}"):
                 if job.target is not None:
                     make_target_reference(job, model, dtype, dist)
@@ -93,19 +86,13 @@ def run_job(job: Job, dist: Dist) -> list[CaseResult]:
                 heartbeat.beat(EVALUATING)
                 make_reference(job.root, model, dtype, job.steps, dist)
 
-    checks_definitions = (bool(job.references) and job.target is None and not definitions_file(job.root).is_file()
-                          and not all(case.fault for case in job.cases))  # faults are injected into layouts only
-    # Definition checks come last, because the last round of references often has an idle rank, and because the
-    # errors of references are more specific and should be reported first.
-    work: list[tuple[str, str] | None] = [*job.references, *([None] if checks_definitions else [])]
-    for start in range(0, len(work), dist.world_size):
-        tasks = work[start:start + dist.world_size]
+    for start in range(0, len(job.references), dist.world_size):
+        references = job.references[start:start + dist.world_size]
         heartbeat.beat(EVALUATING)
-        for task in tasks:
-            print_on_main("checking the trainer's loop and the parts of a step in one process" if task is None
-                          else f"reference: {task[0]} {task[1]} in one process")
+        for model, dtype in references:
+            print_on_main(f"reference: {model} {dtype} in one process")
         try:
-            run_together(dist, partial(run_task_of_rank, tasks))
+            run_together(dist, partial(compute_reference_of_rank, references))
         except PeerFailedError:
             raise
         except UserError as why:
@@ -145,7 +132,7 @@ def run_on_launched_ranks(work: Work, options: Namespace, argv: Sequence[str], b
 
 
 @contextmanager
-def _record_failure(job: Job, dist: Dist, *, reference: str | None = None, definitions: str | None = None,
+def _record_failure(job: Job, dist: Dist, *, reference: str | None = None,
                     case: Case | None = None) -> Iterator[None]:
     """Write an exception of this rank to a file before it ends the job. The arguments name the task."""
     try:
@@ -154,7 +141,7 @@ def _record_failure(job: Job, dist: Dist, *, reference: str | None = None, defin
         folder = job.root / "failed"
         folder.mkdir(exist_ok=True)
         write_json(folder / f"rank{dist.rank:04d}.json", as_plain(Failure(
-            dist.rank, f"{type(error).__name__}: {error}", traceback.format_exc(), reference, definitions, case)))
+            dist.rank, f"{type(error).__name__}: {error}", traceback.format_exc(), reference, case)))
         raise
 
 

@@ -265,8 +265,8 @@ def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
         return engine.module(*held_out(seed, dist.device).take(_HELD_OUT_SAMPLES)).item()
 
 
-def find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
-                  wrong_kinds: list[str]) -> list[Finding]:
+def _find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
+                   wrong_kinds: list[str]) -> list[Finding]:
     """Return the problems of all ranks; the same list on every rank. Collective.
 
     Args:
@@ -326,7 +326,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         heartbeat.beat(ENDING, options.steps)
         after = held_out_loss(engine, dist, options.seed)
         wrong_kinds = dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)
-        findings = find_problems(dist, lines, before, after, list(wrong_kinds))
+        findings = _find_problems(dist, lines, before, after, list(wrong_kinds))
         if dist.is_main:
             update_record(dist.run_dir, test_dist=SmokeTest(
                 fit=is_fit(findings), findings=findings,
