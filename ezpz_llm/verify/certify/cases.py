@@ -241,9 +241,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", metavar="FILE.py:FUNCTION",
                         help=f"certify your own training: FUNCTION() returns an ezpz_llm.Target. Layouts: "
                            f"{', '.join(LAYOUTS)}")
-    parser.add_argument("--types", action="store_true",
-                        help="check the distributed types of --layouts and --model on one of 4,096 fake ranks, "
-                             "instead of numbers: which tensors are equal, sharded, or terms of a sum")
     parser.add_argument("--recheck", type=Path, metavar="FILE.json",
                         help="run a certificate's command again and check that the certificate holds on this "
                              "machine")

@@ -12,7 +12,6 @@ from ezpz_llm.core.base import UserError, print_lines, read_json
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.launcher.basics.ranks import ALONE, find_rank
-from ezpz_llm.verify.certify import type_check
 from ezpz_llm.verify.certify.cases import Work, parser, plan
 from ezpz_llm.verify.certify.local_launches import read_reference_error, read_results, run_cases
 from ezpz_llm.verify.certify.recheck import compare, read_certificate
@@ -23,8 +22,6 @@ from ezpz_llm.verify.certify.report import conclude
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code: 0 only if every case passes."""
     options = parser().parse_args(argv)
-    if options.types:
-        return type_check.run(options, find_rank(os.environ).source)
     if options.check:
         if options.recheck is None:
             plan(options, options.world_size)

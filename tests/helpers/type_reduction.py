@@ -16,6 +16,8 @@ import spmd_types as spmd
 import torch
 from spmd_types import P, R, SpmdTypeError, V
 from torch.distributed import ProcessGroup
+from type_program import DATA_AXES, Rank, assembled, training_inputs
+from type_rules import axes_of, replaced, stamp
 
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.ranks import RankInfo
@@ -31,8 +33,6 @@ from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.model import tensor_parallel
 from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.parameters import placement_of, set_placement
-from ezpz_llm.verify.certify.type_program import DATA_AXES, Rank, assembled, training_inputs
-from ezpz_llm.verify.certify.type_rules import axes_of, replaced, stamp
 
 _CLIP = 0.1
 

@@ -19,12 +19,12 @@ from spmd_types import I, P, R, SpmdTypeError, V
 from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from type_rules import OperationRules, Types, axes_of, dual, fits, replaced, stamp
 
 from ezpz_llm.training.dist.private_names import find
 from ezpz_llm.training.model import attention_kernels, embedding, gpt, loss, tp_collectives
 from ezpz_llm.training.model.gpt import Block
 from ezpz_llm.training.model.parameters import placement_of
-from ezpz_llm.verify.certify.type_rules import OperationRules, Types, axes_of, dual, fits, replaced, stamp
 
 _current_mode = find("spmd_types._state", "_current_mode")
 

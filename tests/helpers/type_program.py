@@ -14,6 +14,8 @@ import torch
 from spmd_types import I, P, R, SpmdTypeError, V
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from type_functions import RankProgram
+from type_rules import replaced, stamp
 
 from ezpz_llm.training.dist.degrees import AXES, Axis
 from ezpz_llm.training.dist.mesh import Mesh
@@ -26,8 +28,6 @@ from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.loss import configure_head
 from ezpz_llm.training.model.parameters import Box, parameter_named, placement_of
 from ezpz_llm.training.model.pipeline import PipelineStage
-from ezpz_llm.verify.certify.type_functions import RankProgram
-from ezpz_llm.verify.certify.type_rules import replaced, stamp
 
 _SEQUENCES, _TOKENS, _Z_LOSS = 2, 32, 1e-4
 _SETTINGS = ((24, False), (0, True))

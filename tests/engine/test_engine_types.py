@@ -1,29 +1,27 @@
-"""certify --types accepts every layout, and rejects silent faults of parallel composition in ezpz_llm's code."""
+"""Distributed types accept every layout, and reject silent faults of parallel composition in ezpz_llm's code."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from slowness import scaled
+from places import HELPERS
 from torch import nn
 
 try:
     import spmd_types  # noqa: F401
 except ImportError as error:
-    pytest.skip(f"spmd_types cannot be imported ({error}): pip install 'ezpz_llm[types]'", allow_module_level=True)
+    pytest.skip(f"spmd_types cannot be imported ({error}): pip install 'ezpz_llm[test]'", allow_module_level=True)
 
-from ezpz_llm.core.base import UserError
+import type_reduction
+from type_check import find_fault
+
 from ezpz_llm.training.engine import (
     fsdp2_engine,
     gradient_reducer,
@@ -36,8 +34,6 @@ from ezpz_llm.training.layout import ds_config
 from ezpz_llm.training.layout.layout import read_layout
 from ezpz_llm.training.model import embedding, gpt, loss, tensor_parallel, tp_collectives
 from ezpz_llm.training.model.config import get_model_config
-from ezpz_llm.verify.certify import type_check, type_reduction
-from ezpz_llm.verify.certify.command import main
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -101,7 +97,7 @@ class UndeclaredFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault to plant, where certify --types must reject it, and words of its message."""
+    """Fault to plant, the layout whose check must reject it, and words of the message."""
 
     plant: Plant
     layout: str
@@ -217,7 +213,8 @@ OTHERS = {
 
 
 def fault_in(layout: str, model: str = "tiny-gpt2") -> str | None:
-    return type_check.find_fault(read_layout(ds_config.load(layout)), get_model_config(model, n_layer=2))
+    read = read_layout(ds_config.load(layout))
+    return find_fault(read, get_model_config(model, n_layer=max(2, read.pp)))
 
 
 @pytest.mark.parametrize("name", [*MEGATRON, *OTHERS])
@@ -229,62 +226,17 @@ def test_fault_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [word for word in fault.words if word not in message] == [], message
 
 
-def test_every_layout_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--types", "--model", "tiny-llama"]) == 0  # the full test has all models
-    out = capsys.readouterr().out
-    assert re.findall(r"^ok +(\S+) +tiny-llama", out, re.MULTILINE) == list(ds_config.names())
-    assert f"no wrong types in {len(ds_config.names())} layouts" in out
+@pytest.mark.parametrize("model", ["tiny-llama", pytest.param("tiny-gpt2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ds_config.names())
+def test_every_layout_is_accepted(layout: str, model: str) -> None:
+    assert fault_in(layout, model) is None
 
 
-def test_fault_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    OTHERS["the sum of a row-parallel layer missing"].plant(monkeypatch)
-    assert main(["--types", "--layouts", "tp2,ddp", "--model", "tiny-llama"]) == 1
-    out = capsys.readouterr().out
-    assert "FAIL  tp2 " in out
-    assert "      tp2, tiny-llama: transformer.h.0: add: Invariant type on axis tp cannot mix" in out
-    assert "ok    ddp " in out
-    assert "1 wrong type in 2 layouts" in out
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-olmo2"])
+def test_norms_within_attention_are_accepted(model: str) -> None:
+    assert fault_in("tp2", model) is None
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--quick"], "--quick does not work with --types"),
-    (["--dtype", "fp32"], "--dtype does not work with --types"),
-    (["--layouts", "zero9"], "(?s)zero9.*--layouts"), (["--model", "tiny-gpt3"], "tiny-gpt3"),
-])
-def test_invalid_options(options: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        main(["--types", *options])
-
-
-def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "spmd_types", None)
-    with pytest.raises(UserError) as error:
-        main(["--types", "--layouts", "ddp"])
-    assert error.value.instead == "pip install 'ezpz_llm[types]'"
-
-
-def test_check_shares_no_code_with_the_numeric_comparison() -> None:
-    folder = Path(type_check.__file__).parent
-    own = {f"ezpz_llm.verify.certify.{path.stem}" for path in folder.glob("type_*.py")}
-    for path in folder.glob("*.py"):
-        imported = set(re.findall(r"from (ezpz_llm\.certify\.\w+) import", path.read_text()))
-        if path.stem.startswith("type_"):
-            assert imported <= own, path.name
-        else:
-            assert not imported & own, path.name
-
-
-def test_only_the_type_check_imports_the_library() -> None:
-    package = Path(type_check.__file__).parents[1]
-    assert {path.name for path in package.rglob("*.py") if "import spmd_types" in path.read_text()} == {
-        "type_check.py", "type_functions.py", "type_program.py", "type_reduction.py", "type_rules.py"}
-
-
-@pytest.mark.full
-def test_cpu_time_is_at_most_ten_imports_of_torch() -> None:
-    """The bar of the project; 7.7 imports (7.7 s) were measured."""
-    done = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", "--types"], capture_output=True, text=True,
-                          timeout=scaled(300), check=False)
-    assert done.returncode == 0, done.stderr
-    seconds, importing = map(float, re.findall(r"([\d.]+) s of", done.stdout))
-    assert seconds <= 10 * importing, done.stdout
+def test_check_shares_no_code_with_certify() -> None:
+    for path in HELPERS.glob("type_*.py"):
+        assert "ezpz_llm.verify" not in path.read_text(), path.name
