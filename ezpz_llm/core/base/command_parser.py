@@ -1,4 +1,8 @@
-"""Argument parser of the commands: usage lines as typed, examples, and suggestions for unknown options."""
+"""Argument parser of the commands: usage lines as typed, examples, and suggestions for unknown options.
+
+argparse has no public way to list a parser's options or to keep paragraphs, so this module uses private names of
+argparse. No other module may use them.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ class HelpFormatter(argparse.HelpFormatter):
     """Help formatter that keeps paragraphs and uses `help_width`."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
+        _find(argparse.HelpFormatter, "_fill_text")  # otherwise argparse would ignore the method below
         super().__init__(prog, **{"width": help_width(), **settings})
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -73,15 +78,40 @@ class CommandParser(argparse.ArgumentParser):
 
     def _subcommands_with(self, option: str) -> list[str]:
         """Return the names of the subcommands that have an option."""
-        return [name for action in self._actions if isinstance(action, argparse._SubParsersAction)
-                for name, subparser in action.choices.items() if option in subparser._options()]
+        return [name for name, subparser in _subparsers(self).items() if option in subparser._options()]
 
     def _options(self) -> set[str]:
         """Return the options of this parser and of its subcommands. argparse lets the outer parser reject unknown
         options of a subcommand, so suggestions need both."""
-        known: set[str] = set()
-        for action in self._actions:
-            known.update(action.option_strings)
-            if isinstance(action, argparse._SubParsersAction):
-                known.update(*(subparser._options() for subparser in action.choices.values()))
-        return known
+        return set(option_strings(self)).union(*(subparser._options() for subparser in _subparsers(self).values()))
+
+
+def option_strings(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of a parser, in order of definition, without those of its subcommands."""
+    return [option for action in _find(parser, "_actions") for option in action.option_strings]
+
+
+def action_of(parser: argparse.ArgumentParser, option: str) -> argparse.Action:
+    """Return the action of an option, which has its metavar and help text."""
+    action: argparse.Action = _find(parser, "_option_string_actions")[option]
+    return action
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return the parsers of the subcommands, by name."""
+    kind = _find(argparse, "_SubParsersAction")
+    return {name: subparser for action in _find(parser, "_actions") if isinstance(action, kind)
+            for name, subparser in action.choices.items()}
+
+
+def _find(owner: Any, name: str) -> Any:
+    """Return a private attribute of argparse, of a class in it, or of a parser.
+
+    Raises:
+        UserError: this version of Python has no such attribute.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise UserError(f"argparse of Python {sys.version.split()[0]} has no {name}, which ezpz_llm uses",
+                        where=sys.executable, instead="use Python 3.10 to 3.13") from None

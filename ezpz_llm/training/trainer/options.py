@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from ezpz_llm.core.base import NoFile, UserError, did_you_mean, print_lines, read_yaml, unknown_name_error
-from ezpz_llm.core.base.command_parser import HelpFormatter
+from ezpz_llm.core.base.command_parser import HelpFormatter, action_of, option_strings
 from ezpz_llm.core.base.help_pages import examples, typed_name, wrap_paragraph
 from ezpz_llm.core.base.synonyms import synonym, unknown_option_error
 from ezpz_llm.training.layout.batch import SPELLINGS, option_of
@@ -71,7 +71,7 @@ class _ShortHelp(argparse.Action):
                                        epilog=examples(_EXAMPLES), formatter_class=parser.formatter_class,
                                        add_help=False)
         for option in _COMMON_OPTIONS:
-            action = parser._option_string_actions[option]
+            action = action_of(parser, option)
             page.add_argument(option, metavar=action.metavar, help=action.help)
         print_lines(page.format_help())
         sections = "; ".join(SECTIONS.values())
@@ -172,7 +172,7 @@ def dump(config: TrainConfig) -> str:
 
 def _parse_error(parser: ArgumentParser, argv: Sequence[str], error: Exception) -> UserError:
     """Return the error for a command line that jsonargparse rejected."""
-    options = [option for action in parser._actions for option in action.option_strings]
+    options = option_strings(parser)
     remark = f"{parser.prog} --help-all lists all options"
     for word in argv:
         option = word.split("=")[0]
