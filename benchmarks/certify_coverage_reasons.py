@@ -69,7 +69,7 @@ REASONS = {
         "engine/precision.py:LossScale.*", "engine/torch_engine.py:TorchEngine.step:*",
     ),
     "lookups of names in torch": (
-        "dist/private_names.py:*",
+        "dist/torch_internals.py:*",
     ),
     "models of a script: `certify --target` and tests/library": (
         "checkpoint/reader.py:_check_buffers:*", "checkpoint/reader.py:_form:*",

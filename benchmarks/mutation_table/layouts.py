@@ -190,8 +190,12 @@ FAULTS = (
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight.detach())", cell("tp2", 2)),
     Fault("tables-of-three-summed-late", "tied table", PIPELINE, "or ranks < 3:", "or ranks < 4:", TABLES),
-    Fault("tie-lost-on-a-move", "tied table", GPT, "super()._apply(fn, recurse)\n        self._tie()",
-          "super()._apply(fn, recurse)", TIED),
+    Fault("tie-lost-on-a-move", "tied table", GPT, "        self._tie()
+
+    def forward",
+          "        pass
+
+    def forward", TIED),
     Fault("parts-not-summed", "norm over ranks", GRADIENTS, 'if mesh.size("pp", "tp") > 1:',
           'if mesh.size("pp", "tp") > 99:', cell("tp2", 2)),
     Fault("copies-counted-twice", "norm over ranks", GRADIENTS, "if grad is not None and at.primary]",

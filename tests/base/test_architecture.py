@@ -274,21 +274,21 @@ def names_made_in(tree: ast.AST) -> Iterator[str]:
 
 def test_private_attributes_of_other_libraries_are_in_the_tables():
     """Attributes of objects have no module name, and are recognized by their underscore."""
-    tables = (PACKAGE / "training" / "dist" / "private_names.py",
+    tables = (PACKAGE / "training" / "dist" / "torch_internals.py",
               PACKAGE / "training" / "layout" / "deepspeed_versions.py")
     table_words = {word for table in tables for word in re.findall(r"\w+", table.read_text())}
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     ours = STANDARD.union(*map(names_made_in, trees.values()))
     violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
                   for line, name in foreign_names_in(tree, ours) if name not in table_words}
-    assert not violations, "add it to dist/private_names.py, or layout/deepspeed_versions.py"
+    assert not violations, "add it to dist/torch_internals.py, or layout/deepspeed_versions.py"
     assert foreign_names_in(ast.parse("table.weight._hp_grad"), ours) == [(1, "_hp_grad")]
 
 
-def test_private_names_of_modules_are_only_in_private_names():
+def test_private_names_of_modules_are_only_in_torch_internals():
     violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py")
-                  for line, name in private_names_in(path.read_text()) if path.name != "private_names.py"}
-    assert not violations, "import it from ezpz_llm.training.dist.private_names"
+                  for line, name in private_names_in(path.read_text()) if path.name != "torch_internals.py"}
+    assert not violations, "import it from ezpz_llm.training.dist.torch_internals"
     assert private_names_in("import torch\ntorch.cpu._is_amx_tile_supported()")
     assert private_names_in("from torch.utils._pytree import tree_leaves")
     assert private_names_in("from deepspeed.utils.groups import _WORLD_GROUP")

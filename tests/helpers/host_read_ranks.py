@@ -19,7 +19,7 @@ import torch
 from rank_jobs import sequences, take_runs
 
 from ezpz_llm.training.dist import Dist
-from ezpz_llm.training.dist.private_names import TorchDispatchMode
+from ezpz_llm.training.dist.torch_internals import TorchDispatchMode
 from ezpz_llm.training.engine.build import assemble, build_engine
 from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.model.config import get_model_config

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from type_rules import OperationRules, Types, axes_of, dual, fits, replaced, stamp
 
-from ezpz_llm.training.dist.private_names import find
+from ezpz_llm.training.dist.torch_internals import find
 from ezpz_llm.training.model import attention_kernels, embedding, gpt, loss, tp_collectives
 from ezpz_llm.training.model.gpt import Block
 from ezpz_llm.training.model.parameters import placement_of

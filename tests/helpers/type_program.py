@@ -19,7 +19,7 @@ from type_rules import replaced, stamp
 
 from ezpz_llm.training.dist.degrees import AXES, Axis
 from ezpz_llm.training.dist.mesh import Mesh
-from ezpz_llm.training.dist.private_names import find
+from ezpz_llm.training.dist.torch_internals import make_fake_store
 from ezpz_llm.training.engine.build import assemble, give_storage
 from ezpz_llm.training.engine.sharded_start import partition
 from ezpz_llm.training.layout.layout import Layout
@@ -61,7 +61,7 @@ def fake_rank(layout: Layout, config: ModelConfig, stage: int, world: int) -> It
     for axis in AXES:
         length = getattr(degrees, axis)
         rank = rank * length + (stage if axis == "pp" else length // 2 if axis == "dp" else length - 1)
-    store = find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    store = make_fake_store()
     torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world)
     try:
         mesh = Mesh(degrees, rank)

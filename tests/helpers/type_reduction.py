@@ -23,7 +23,7 @@ from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.dist.degrees import AXES
-from ezpz_llm.training.dist.private_names import foreach_norm
+from ezpz_llm.training.dist.torch_internals import foreach_norm, viewed_tensor
 from ezpz_llm.training.engine import deepspeed_groups, gradients
 from ezpz_llm.training.engine.build import put_in_engine
 from ezpz_llm.training.engine.deepspeed_engine import mark_sharded
@@ -93,7 +93,7 @@ def _check_ddp(rank: Rank) -> None:
             spmd.assert_type(master, dict(spmd.get_local_type(parameter)))
             # Gradients are accumulated in views of a bucket. Zeros are a sum of the ranks' zeros.
             gradient = engine._reducer.gradient(parameter)
-            for tensor in (gradient, gradient._base):
+            for tensor in (gradient, viewed_tensor(gradient)):
                 spmd.assert_type(tensor, dict(program.gradient_types(parameter)))
         program.where[:] = ["GradientReducer in bf16"]
         inputs = [training_inputs(rank)[0] for _ in range(engine.batch.accumulation)]

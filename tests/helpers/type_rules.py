@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.overrides import TorchFunctionMode
 
-from ezpz_llm.training.dist.private_names import foreach_copy_, foreach_div_, foreach_mul_, foreach_norm
+from ezpz_llm.training.dist.torch_internals import (
+    foreach_copy_,
+    foreach_div_,
+    foreach_mul_,
+    foreach_norm,
+    viewed_tensor,
+)
 
 Types = Mapping[Any, Any]
 """Type of a tensor by mesh axis."""
@@ -214,14 +220,14 @@ def _assign(tensor: Tensor, key: Any, value: Any) -> None:
 
 def _overwrite(tensor: Tensor, types: Types) -> None:
     """Give a tensor that is overwritten these types, and the tensor of which it is a view."""
-    for written in (tensor, tensor._base):
+    for written in (tensor, viewed_tensor(tensor)):
         for axis, kind in types.items() if written is not None and spmd.has_local_type(written) else ():
             spmd.mutate_type(written, axis, src=spmd.get_local_type(written)[axis], dst=kind)
 
 
 def _read_bucket(tensor: Tensor) -> None:
     """Update the types of a gradient that is a view of a bucket, if the bucket was reduced."""
-    bucket = tensor._base
+    bucket = viewed_tensor(tensor)
     for axis, kind in spmd.get_local_type(bucket).items() if bucket is not None else ():
         if kind is R and spmd.get_local_type(tensor)[axis] is P:
             spmd.mutate_type(tensor, axis, src=P, dst=R)

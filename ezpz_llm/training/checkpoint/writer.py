@@ -34,7 +34,7 @@ from ezpz_llm.training.checkpoint.manifest import (
 )
 from ezpz_llm.training.checkpoint.state import Progress, State
 from ezpz_llm.training.dist import Dist
-from ezpz_llm.training.dist.private_names import persistent_buffers
+from ezpz_llm.training.dist.torch_internals import persistent_buffers
 from ezpz_llm.training.engine.optimizer_state import EngineState, owned_parts
 from ezpz_llm.training.layout.layout import Layout
 

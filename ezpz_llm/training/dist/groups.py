@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed import ProcessGroup, new_group
 
-from ezpz_llm.training.dist.private_names import WORLD
+from ezpz_llm.training.dist.torch_internals import count_groups
 
 Division = Callable[[int], list[int]]
 """Maps each rank to the ranks of its group, sorted. Every rank is in exactly one group."""
@@ -57,7 +57,7 @@ class RankGroups:
 
         The numbers differ if a program has created groups that do not include all ranks.
         """
-        count = len(WORLD.pg_names)
+        count = count_groups()
         extremes = torch.tensor([count, -count], device=self._device)
         torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
         highest, negated_lowest = extremes.tolist()

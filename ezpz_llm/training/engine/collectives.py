@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.training.dist.private_names import TorchDispatchMode, tree_leaves
+from ezpz_llm.training.dist.torch_internals import TorchDispatchMode, operator_schema, script_type, tree_leaves
 
 _KINDS = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce",
@@ -35,7 +35,7 @@ class CollectiveMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == "c10d":
-            self.observe(func._schema.name.removeprefix("c10d::"), args)
+            self.observe(operator_schema(func).name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
 
     def observe(self, name: str, args: tuple[Any, ...]) -> None:
@@ -75,7 +75,7 @@ class CollectiveCounter(CollectiveMode):
 def group_ranks(args: tuple[Any, ...]) -> list[int]:
     """Return the ranks of the process group in an operator's arguments; empty if there is no group."""
     for leaf in tree_leaves(args):
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in script_type(leaf):
             return torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(leaf))
     return []
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ezpz_llm.training.dist.backends import DEVICES
-from ezpz_llm.training.dist.private_names import WORLD
+from ezpz_llm.training.dist.torch_internals import live_groups
 from ezpz_llm.training.layout.ops import OP_DEPENDENCIES, OPS, built_library, reject_unbuilt_ops
 
 _SHARED = frozenset(name for names in OP_DEPENDENCIES.values() for name in names)
@@ -40,7 +40,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
     # and the group of a destroyed world.
     groups = deepspeed.utils.groups
     groups.mpu = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    if groups._WORLD_GROUP not in WORLD.pg_map:
+    if groups._WORLD_GROUP not in live_groups():
         groups._WORLD_GROUP = None
     return deepspeed
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist import Dist
-from ezpz_llm.training.dist.private_names import initialize_fsdp, tree_leaves
+from ezpz_llm.training.dist.torch_internals import initialize_fsdp, tree_leaves
 from ezpz_llm.training.engine.gradient_reducer import GradientReducer
 from ezpz_llm.training.engine.gradients import sharded_norm_and_clip
 from ezpz_llm.training.engine.masters import MasterWeights

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.training.dist.private_names import foreach_copy_, foreach_mul_
+from ezpz_llm.training.dist.torch_internals import foreach_copy_, foreach_mul_
 
 BUCKET = 2 ** 23
 """Maximum number of elements in a bucket: 32 MiB. A larger parameter is a bucket by itself."""

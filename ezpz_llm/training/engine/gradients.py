@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ezpz_llm.core.base import UserError, shorten_value
 from ezpz_llm.training.dist.mesh import Mesh
-from ezpz_llm.training.dist.private_names import foreach_div_, foreach_norm
+from ezpz_llm.training.dist.torch_internals import foreach_div_, foreach_norm, supports_grad_scale
 from ezpz_llm.training.engine.optimizer_state import EngineState, Slice
 from ezpz_llm.training.model.config import decays
 from ezpz_llm.training.model.parameters import placement_of
@@ -95,7 +95,7 @@ def _scale_gradients(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm
         divisor = ((norm + 1e-6) / clip).clamp(min=1.0) * loss_scale
     elif loss_scale != 1.0:
         divisor = torch.full_like(norm, loss_scale)
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if supports_grad_scale(optimizer):
         optimizer.grad_scale = divisor
     elif divisor is not None:
         foreach_div_(grads, divisor)
@@ -164,7 +164,7 @@ class NonFiniteStepSkipper:
         norm = self.norm if self._get_norm is None else self._get_norm()
         # Not `norm > limit`, which is false for NaN; without a limit, only a finite norm passes.
         skip = ~(torch.as_tensor(norm, device=self._device) <= min(self.limit, torch.finfo(torch.float32).max))
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if supports_grad_scale(optimizer):
             optimizer.found_inf = skip.float()
         elif bool(skip):
             self._remove_gradients(optimizer)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.training.dist.private_names import FakeTensor, tree_leaves
+from ezpz_llm.training.dist.torch_internals import FakeTensor, local_tensor, tree_leaves
 from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.engine.optimizer_state import stepped_by
 
@@ -132,7 +132,7 @@ def _add_storage(storages: dict[int, int], tensor: Any) -> None:
     if isinstance(tensor, FakeTensor):
         return  # a compiler's tensor without an address; torch would warn
     try:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         if storage.nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
     except (RuntimeError, NotImplementedError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.training.dist.private_names import foreach_copy_
+from ezpz_llm.training.dist.torch_internals import foreach_copy_
 from ezpz_llm.training.engine.precision import parameter_dtype
 from ezpz_llm.training.model.init import defer_values, take_values
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist.backends import DEVICES
-from ezpz_llm.training.dist.private_names import cpu_has_amx, cpu_has_avx512_bf16
+from ezpz_llm.training.dist.torch_internals import cpu_has_amx, cpu_has_avx512_bf16
 from ezpz_llm.training.engine.loss_scale_state import LossScaleState
 from ezpz_llm.training.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.training.layout.layout import Layout

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.training.dist.mesh import Mesh
+from ezpz_llm.training.dist.torch_internals import parameters_by_name
 from ezpz_llm.training.layout.precision_recipes import RECIPES
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
@@ -71,11 +72,12 @@ def _with_fp32_parameters(norm: Any) -> Any:
     def forward(*inputs: Tensor) -> Tensor:
         """Run the norm with its parameters in fp32."""
         # Read the parameters here, since the engine may have gathered them for this call only.
-        parameters = dict(norm._parameters)
-        norm._parameters.update({name: parameter.float() for name, parameter in parameters.items()})
+        current: dict[str, Any] = parameters_by_name(norm)
+        parameters = dict(current)
+        current.update({name: parameter.float() for name, parameter in parameters.items()})
         try:
             return inner(*inputs)
         finally:
-            norm._parameters.update(parameters)
+            current.update(parameters)
 
     return forward

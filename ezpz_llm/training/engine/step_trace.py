@@ -14,7 +14,7 @@ from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.dist.degrees import AXES
 from ezpz_llm.training.dist.links import measure_links
 from ezpz_llm.training.dist.mesh import Mesh
-from ezpz_llm.training.dist.private_names import tree_leaves
+from ezpz_llm.training.dist.torch_internals import tree_leaves
 from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.engine.collectives import MOVE_NOTHING, CollectiveMode, group_ranks, issued
 from ezpz_llm.training.engine.live_memory import buckets, resident_bytes, state_storages

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist import Mesh
-from ezpz_llm.training.dist.private_names import default_store
+from ezpz_llm.training.dist.torch_internals import default_store
 
 _PATIENCE_S = 300.0
 """Seconds to wait for the other rank, which may evaluate. Then the collective waits as it would anyway."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.training.dist.private_names import tree_leaves, tree_map
+from ezpz_llm.training.dist.torch_internals import make_wrapper, operator_schema, tree_leaves, tree_map
 
 Groups = tuple[ProcessGroup | None, ...]
 """Groups over which a gradient is divided; None is the world."""
@@ -41,7 +41,7 @@ class GradientHandle(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, name: str, find: Callable[[], Tensor | None], groups: Groups) -> GradientHandle:
         """Create the handle of a gradient with the size, dtype and device of `like`."""
-        return Tensor._make_wrapper_subclass(cls, like.size(), dtype=like.dtype, device=like.device)
+        return make_wrapper(cls, like)
 
     def __init__(self, like: Tensor, name: str, find: Callable[[], Tensor | None], groups: Groups) -> None:
         self.parameter_name, self.find, self.groups = name, find, groups
@@ -75,7 +75,7 @@ class GradientHandle(Tensor):
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GradientHandle))
-        name = func._schema.name.removeprefix("aten::")
+        name = operator_schema(func).name.removeprefix("aten::")
         if name.startswith("_foreach"):
             return _foreach(func, name, args, kwargs)
         if name in ("detach", "alias"):
@@ -97,7 +97,7 @@ def _unsupported(handle: GradientHandle, operation: str) -> UserError:
 
 def _elementwise(func: Any, name: str, first: GradientHandle, args: Any, kwargs: Any) -> Any:
     """Apply an operation to this rank's elements."""
-    if func._schema.is_mutable and not isinstance(args[0], GradientHandle):
+    if operator_schema(func).is_mutable and not isinstance(args[0], GradientHandle):
         raise _unsupported(first, f"{name} of a tensor with")  # it would change a copy of the tensor
 
     def to_elements(value: Any) -> Any:
@@ -113,7 +113,7 @@ def _elementwise(func: Any, name: str, first: GradientHandle, args: Any, kwargs:
         return value
 
     result = func(*tree_map(to_elements, args), **tree_map(to_elements, kwargs))
-    if func._schema.is_mutable:
+    if operator_schema(func).is_mutable:
         return first
     return GradientHandle(first, first.parameter_name, lambda: result, first.groups)
 

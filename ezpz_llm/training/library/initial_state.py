@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.torch_internals import has_step_hooks
 from ezpz_llm.training.layout.layout import Layout
 
 _WHERE = "ezpz_llm.wrap"
@@ -20,7 +21,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UserError: the parameters differ, a group has only frozen parameters, or the optimizer has state.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not isinstance(optimizer, torch.optim.Optimizer) or not has_step_hooks(optimizer):
         raise UserError(f"{type(optimizer).__name__} is not an initialized torch.optim.Optimizer", where=_WHERE,
                         instead="a class that calls torch.optim.Optimizer.__init__ with its groups")
     if inner := [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.training.dist.private_names import step_hooks
+from ezpz_llm.training.dist.torch_internals import step_hooks
 
 _PART = "ezpz_part"
 """Key in an optimizer's state dict: the part of the state that it has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ezpz_llm.core.base import UserError
+from ezpz_llm.training.dist.torch_internals import ACCUMULATION_HOOKS, BACKWARD_HOOKS
 from ezpz_llm.training.engine.base import MicroStepEngine
 
 
@@ -22,9 +23,9 @@ class ParameterHooks:
             ranks: number of ranks over which gradients are averaged.
         """
         is_plain = ranks == 1 and engine.layout.engine != "fsdp2"
-        self._kinds = [kind for kind, works in (("_backward_hooks", is_plain),
-                                                ("_post_accumulate_grad_hooks",
-                                                 is_plain and not engine.hides_gradients)) if not works]
+        self._kinds = [kind for kind, works in ((BACKWARD_HOOKS, is_plain),
+                                                (ACCUMULATION_HOOKS, is_plain and not engine.hides_gradients))
+                       if not works]
         self._own = {(parameter, kind): _count(parameter, kind)
                      for parameter in engine.module.parameters() for kind in self._kinds}
         self._names = {parameter: name for name, parameter in engine.module.named_parameters()}
@@ -47,7 +48,7 @@ def check_no_hooks(model: nn.Module) -> None:
         UserError: one has.
     """
     for name, parameter in model.named_parameters():
-        if _count(parameter, "_backward_hooks") or _count(parameter, "_post_accumulate_grad_hooks"):
+        if _count(parameter, BACKWARD_HOOKS) or _count(parameter, ACCUMULATION_HOOKS):
             raise _unsupported(name)
 
 

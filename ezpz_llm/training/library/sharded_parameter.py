@@ -15,18 +15,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.training.dist.private_names import plain_functions
+from ezpz_llm.training.dist.torch_internals import TENSOR_METADATA, plain_functions
 from ezpz_llm.training.library.callers import is_called_by_script
 from ezpz_llm.training.model.parameters import placement_of, whole_box
 
 _SIZES = {"shape", "size", "numel", "dim", "ndim", "__len__", "stride", "nbytes"}
 """Attributes and methods that return those of the whole parameter."""
 _WITHOUT_VALUES = {
-    "dtype", "device", "layout", "grad", "requires_grad", "requires_grad_", "is_leaf", "grad_fn", "_version",
+    "dtype", "device", "layout", "grad", "requires_grad", "requires_grad_", "is_leaf", "grad_fn",
     "is_floating_point", "is_complex", "is_cuda", "is_sparse", "is_meta", "type", "element_size", "itemsize",
-    "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "register_post_accumulate_grad_hook",
-    "__repr__", "__hash__", "__format__", "is_contiguous", "_base", "output_nr", "name", "names", "get_device",
-    "is_cpu", "is_nested", "is_quantized", "_is_view"}
+    "register_hook", "register_post_accumulate_grad_hook", "__repr__", "__hash__", "__format__", "is_contiguous",
+    "output_nr", "name", "names", "get_device", "is_cpu", "is_nested", "is_quantized", *TENSOR_METADATA}
 """Attributes and methods that do not read or write values."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist import Dist
-from ezpz_llm.training.dist.private_names import default_store
+from ezpz_llm.training.dist.torch_internals import default_store
 from ezpz_llm.training.engine.base import MicroStepEngine
 from ezpz_llm.training.engine.optimizer_state import EngineState
 from ezpz_llm.training.library.replicas import fingerprint

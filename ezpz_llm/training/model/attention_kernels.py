@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
-from ezpz_llm.training.dist.private_names import fused_attention_choice, softmax_backward
+from ezpz_llm.training.dist.torch_internals import fused_attention_choice, softmax_backward
 from ezpz_llm.training.model.config import ModelConfig
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from ezpz_llm.training.dist.private_names import compile_times
+from ezpz_llm.training.dist.torch_internals import compile_times
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -15,7 +15,6 @@ submodules according to the table in parameters.py. They rely on three conventio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ezpz_llm.core.base import UserError
+from ezpz_llm.training.dist.torch_internals import MovableModule
 from ezpz_llm.training.model.attention_kernels import blockwise_attention, is_blockwise
 from ezpz_llm.training.model.config import ModelConfig
 from ezpz_llm.training.model.document_mask import loss_mask
@@ -279,7 +279,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
+class GPT(MovableModule):
     """GPT model that returns logits or the loss. A new model has torch's default weights; see `init_weights`.
 
     Attributes:
@@ -305,11 +305,9 @@ class GPT(nn.Module):
             self.transformer["wte"].tied = True
             self.lm_head.weight = self.transformer["wte"].weight
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        # Called by every .to(). A move from the meta device creates new parameters, which breaks the tie.
-        super()._apply(fn, recurse)
+    def after_move(self) -> None:
+        """Tie the head to the embedding again; a move from the meta device creates new parameters."""
         self._tie()
-        return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
                 first: int = 0, last_only: bool = False, sequences: Tensor | None = None) -> Tensor:

@@ -62,6 +62,8 @@ class _AdamW8bit(Optimizer):
         """
         from bitsandbytes import functional
 
+        from ezpz_llm.training.dist.torch_internals import write_count
+
         stored, state = self.stored(optimizer, parameter), optimizer.state[parameter]
         if "absmax1" not in state:
             yield stored
@@ -69,10 +71,10 @@ class _AdamW8bit(Optimizer):
         moments = {kind: functional.dequantize_blockwise(stored[kind], absmax=state[f"absmax{number}"],
                                                          code=state[f"qmap{number}"], blocksize=_BLOCK)
                    for kind, number in _MOMENTS.items()}
-        versions = {kind: tensor._version for kind, tensor in moments.items()}
+        versions = {kind: write_count(tensor) for kind, tensor in moments.items()}
         yield moments
         for kind, number in _MOMENTS.items():
-            if moments[kind]._version != versions[kind]:
+            if write_count(moments[kind]) != versions[kind]:
                 rounded, scales = _rounded(moments[kind], state[f"qmap{number}"])
                 stored[kind].copy_(rounded)
                 state[f"absmax{number}"].copy_(scales)
