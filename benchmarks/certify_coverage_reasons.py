@@ -18,7 +18,7 @@ REASONS = {
     ),
     "GPUs only": (
         "checkpoint/writer.py:capture_rng_states:states*device*",
-        "checkpoint/writer.py:restore_rng_states:module*", "engine/deepspeed_engine.py:keep_until_reduced*",
+        "checkpoint/writer.py:restore_rng_states:module*", "dist/deepspeed_patches.py:keep_until_reduced*",
         "engine/precision.py:rounds_matmuls:*", "model/attention.py:*",
         "model/loss.py:_Buffer.normalizer:softmax*", "model/loss.py:adds_wide_products:*",
         "model/tensor_parallel.py:RankedDropout*:with torch.random.fork_rng(devices=[*",
@@ -76,7 +76,8 @@ REASONS = {
         "checkpoint/reader.py:_load_buffers:*", "checkpoint/reader.py:load:_load_buffers*",
         "checkpoint/script_model.py:*", "engine/base.py:MicroStepEngine.*",
         "engine/build.py:put_in_engine:for buffer*",
-        "engine/deepspeed_engine.py:DeepSpeedEngine.*", "engine/deepspeed_engine.py:_zero_gradients:*",
+        "engine/deepspeed_engine.py:DeepSpeedEngine.*",
+        "dist/deepspeed_internals.py:zero_partitioned_gradients:*",
         "engine/deepspeed_state.py:*", "engine/fsdp2_engine.py:*",
         "engine/gradient_reducer.py:GradientReducer.discard:*", "engine/masters.py:*",
         "engine/optimizer_state.py:EngineState._frozen_slices:*", "engine/optimizer_state.py:adopt:*",
@@ -98,7 +99,8 @@ REASONS = {
         "engine/torch_engine.py:TorchEngine.show_gradients:*", "model/init.py:init_weights:*",
     ),
     "other versions of DeepSpeed": (
-        "engine/deepspeed_import.py:*",
+        "engine/deepspeed_import.py:*", "dist/deepspeed_names.py:*", "dist/deepspeed_patches.py:import_muon:*",
+        "dist/deepspeed_patches.py:without_mlflow:*",
     ),
     "the trainer's own state: tests/checkpoint": (
         "checkpoint/retention.py:*", "checkpoint/state.py:*",

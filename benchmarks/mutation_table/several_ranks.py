@@ -21,6 +21,7 @@ GPT = "ezpz_llm/training/model/gpt.py"
 GRADIENTS = "ezpz_llm/training/engine/gradients.py"
 GROUPS = "ezpz_llm/training/dist/groups.py"
 HELLASWAG = "ezpz_llm/training/evaluate/hellaswag.py"
+INTERNALS = "ezpz_llm/training/dist/deepspeed_internals.py"
 KNOBS = "ezpz_llm/training/layout/knobs.py"
 LOSS = "ezpz_llm/training/model/loss.py"
 MATRICES = "ezpz_llm/training/engine/whole_matrices.py"
@@ -87,13 +88,14 @@ FAULTS = (
           case("fsdp2", 2), "a load after an evaluation, as after a spike"),
     Fault("frozen-rows-begin-at-0", "fsdp2", FSDP2, "first_element(shapes[name], *place), *copy)", "0, *copy)",
           f"{LOOPS}[fsdp2-fp32]", "a save with frozen parameters"),
-    Fault("partitions-keep-old-gradients", "zero", DEEPSPEED, "    zero.grad_partitions_flat_buffer.zero_()",
+    Fault("partitions-keep-old-gradients", "zero", INTERNALS,
+          '    get_private(zero, "grad_partitions_flat_buffer").zero_()',
           "    pass", f"{UNUSED}[zero3-fp32]",
           "a parameter without a gradient in a step after one with a gradient"),
     Fault("sliced-steps-of-unused-parameters", "zero", DEEPSPEED, "            self._sliced.forget(parameters)",
           "            pass", f"{LOOPS}[zero2-bf16]", "a parameter without a gradient, weight decay"),
-    Fault("gathered-small-parameters-outlive-a-load", "zero", DEEPSPEED_STATE,
-          "        self.zero.checkpoint_event_prologue()", "        pass", case("zero3", 2),
+    Fault("gathered-small-parameters-outlive-a-load", "zero", INTERNALS,
+          '    get_private(zero, "checkpoint_event_prologue")()', "    pass", case("zero3", 2),
           "a load into an engine that has stepped"),
     Fault("stages-train-without-masks", "pp", PIPELINE,
           "return self.module(inputs, targets, sequences=self._tokens)",

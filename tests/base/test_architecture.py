@@ -16,6 +16,7 @@ from slowness import scaled
 
 import ezpz_llm
 from ezpz_llm.launcher.jobs.schedulers import SCHEDULERS
+from ezpz_llm.training.dist.deepspeed_names import NAMES
 
 PACKAGE = Path(ezpz_llm.__file__).parent
 PACKAGES = {
@@ -234,31 +235,19 @@ def test_parsers_are_found(text):
     assert not parsers_in("import json\njson.dumps(1)")
 
 
-def private_names_in(text: str) -> list[tuple[int, str]]:
-    """Return the lines that use a private name of torch or DeepSpeed."""
-    uses = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Attribute):
-            name = ast.unparse(node)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            name = ".".join((node.module, *(alias.name for alias in node.names)))
-        else:
-            continue
-        if re.match(r"(torch|deepspeed)\.(?:\w+\.)*_(?!_)\w+(\.|$)", name):
-            uses.append((node.lineno, name))
-    return uses
-
-
-STANDARD = {"_exit", "_replace", "_asdict", "_fields", "_field_defaults", "_actions", "_option_string_actions",
-            "_run_exitfuncs", "_SubParsersAction"}
-"""Private names of the standard library that may be used."""
-
-
-def foreign_names_in(tree: ast.AST, ours: set[str]) -> list[tuple[int, str]]:
-    """Return the lines that access a private attribute, or one of ZeRO (`ds_…`), that is not in `ours`."""
-    return [(node.lineno, node.attr) for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and node.attr.startswith(("_", "ds_"))
-            and not node.attr.startswith("__") and node.attr not in ours]
+INTERNALS = {
+    "argparse": ("core/base/command_parser.py",),
+    "torch": ("training/dist/torch_internals.py",),
+    "deepspeed": ("training/dist/deepspeed_names.py", "training/dist/deepspeed_internals.py",
+                  "training/dist/deepspeed_patches.py"),
+}
+"""The only modules that may use private names of a library, or change it."""
+OTHERS = {"_exit", "_replace", "_asdict", "_fields", "_field_defaults", "_run_exitfuncs", "_hf_peft_config_loaded"}
+"""Private names of the standard library and of transformers that may be used."""
+DEEPSPEED_NAMES = {name for modules in NAMES.values() for names in modules.values() for name in names
+                   if "_" in name}
+"""Names that no other library has: the others are words such as `partition`, or names in an imported module."""
+LIBRARY = re.compile(r"(torch|deepspeed|argparse)(\.|$)")
 
 
 def names_made_in(tree: ast.AST) -> Iterator[str]:
@@ -272,26 +261,61 @@ def names_made_in(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
-def test_private_attributes_of_other_libraries_are_in_the_tables():
-    """Attributes of objects have no module name, and are recognized by their underscore."""
-    tables = (PACKAGE / "training" / "dist" / "torch_internals.py",
-              PACKAGE / "training" / "layout" / "deepspeed_versions.py")
-    table_words = {word for table in tables for word in re.findall(r"\w+", table.read_text())}
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    ours = STANDARD.union(*map(names_made_in, trees.values()))
-    violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
-                  for line, name in foreign_names_in(tree, ours) if name not in table_words}
-    assert not violations, "add it to dist/torch_internals.py, or layout/deepspeed_versions.py"
-    assert foreign_names_in(ast.parse("table.weight._hp_grad"), ours) == [(1, "_hp_grad")]
+def is_private(name: str, ours: set[str]) -> bool:
+    """Return True if a name is private in another library, or in DeepSpeed's table."""
+    if name in DEEPSPEED_NAMES:
+        return True
+    return name.startswith("_") and not name.startswith("__") and name not in ours
 
 
-def test_private_names_of_modules_are_only_in_torch_internals():
-    violations = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py")
-                  for line, name in private_names_in(path.read_text()) if path.name != "torch_internals.py"}
-    assert not violations, "import it from ezpz_llm.training.dist.torch_internals"
-    assert private_names_in("import torch\ntorch.cpu._is_amx_tile_supported()")
-    assert private_names_in("from torch.utils._pytree import tree_leaves")
-    assert private_names_in("from deepspeed.utils.groups import _WORLD_GROUP")
+def internals_in(text: str, ours: set[str]) -> list[tuple[int, str]]:
+    """Return the lines that use a private name of a library, or assign an attribute of DeepSpeed.
+
+    Attributes of objects have no module name. They are recognized by their underscore, or by DeepSpeed's table.
+    """
+    tree = ast.parse(text)
+    uses, modules = [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or "deepspeed" for alias in node.names if alias.name.startswith("deepspeed")}
+            parts = [part for alias in node.names if LIBRARY.match(alias.name) for part in alias.name.split(".")]
+        elif isinstance(node, ast.ImportFrom) and LIBRARY.match(node.module or ""):
+            modules |= {alias.asname or alias.name for alias in node.names if "deepspeed" in str(node.module)}
+            parts = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            parts = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            parts = [str(name.value) for name in node.args[1:2] if isinstance(name, ast.Constant)]
+        else:
+            continue
+        uses += [(node.lineno, part) for part in parts if is_private(part, ours)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            path = ast.unparse(node)
+            if path.partition(".")[0] in modules:
+                uses.append((node.lineno, path))
+    return uses
+
+
+def test_private_names_of_libraries_are_in_one_place():
+    files = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    allowed = {name for names in INTERNALS.values() for name in names}
+    assert allowed <= files.keys()
+    ours = OTHERS.union(*(names_made_in(ast.parse(text)) for name, text in files.items() if name not in allowed))
+    violations = {f"{name}:{line}": part for name, text in files.items() if name not in allowed
+                  for line, part in internals_in(text, ours)}
+    assert not violations, f"add a function to {INTERNALS}"
+
+
+@pytest.mark.parametrize("text", [
+    "import torch\ntorch.cpu._is_amx_tile_supported()", "from torch.utils._pytree import tree_leaves",
+    "from deepspeed.utils.groups import _WORLD_GROUP", "import torch._dynamo", "table.weight._hp_grad",
+    "getattr(table.weight, '_hp_grad')", "zero.averaged_gradients[0]", "hasattr(parameter, 'ds_tensor')",
+    "parser._actions", "import deepspeed\ndeepspeed.runtime.pipe.p2p.dist = None",
+    "from deepspeed.utils import groups\ngroups.mesh = None"])
+def test_private_names_of_libraries_are_found(text):
+    assert internals_in(text, set())
+    assert not internals_in("self._mine = parameter.data\nparameter.grad = None\nx.__class__", {"_mine"})
 
 
 def test_ruff_checks_every_module():

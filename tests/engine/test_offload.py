@@ -131,12 +131,23 @@ def test_gradients_at_unaligned_offsets_stay_in_memory() -> None:
     deepspeed = import_deepspeed("cpu")
     swapper = object.__new__(deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper)
     swapper.min_aio_bytes, swapper.swap_element_size, swapper.numel_alignment = 4096, 4, 256
-    nvme.keep_unaligned_gradients(SimpleNamespace(optimizer_swapper=swapper))
+    nvme.keep_unaligned_gradients(SimpleNamespace(optimizer_swapper=swapper), IN_NVME)
     parts, starts = swapper._adjust_for_misaligned_lengths(
         tensors=[torch.zeros(2048), torch.zeros(4098), torch.zeros(2048)], offsets=[0, 2048, 6146])
     assert starts == [0, 2048, 6144, 6146]
     assert [part.numel() for part in parts] == [2048, 4096, 2, 2048]
     assert [swapper.is_swappable_tensor(tensor=part) for part in parts] == [True, True, False, False]
+
+
+IN_NVME = Layout("mine", "deepspeed", ZeroOptions(3, "nvme", "nvme"))
+
+
+@pytest.mark.parametrize("zero", [SimpleNamespace(), SimpleNamespace(optimizer_swapper=None)])
+def test_deepspeed_without_an_optimizer_swapper_is_rejected(zero: SimpleNamespace) -> None:
+    """Otherwise the optimizer would step with stale gradients. Without state in files, nothing is swapped."""
+    with pytest.raises(UserError, match=r"has no SimpleNamespace\.optimizer_swapper, which ezpz_llm uses"):
+        nvme.keep_unaligned_gradients(zero, IN_NVME)
+    nvme.keep_unaligned_gradients(zero, Layout("mine", "deepspeed", ZeroOptions(3, "cpu", "nvme")))
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ import pytest
 from places import HELPERS
 from rank_jobs import results_of
 
-from ezpz_llm.training.engine.deepspeed_engine import keep_until_reduced
+from ezpz_llm.training.dist.deepspeed_patches import keep_until_reduced
 
 BUCKETS = (1, 6000, 1_000_000)
 """Bucket sizes: every parameter is larger than a bucket; the tied embedding shares a bucket; one bucket for all."""

@@ -98,7 +98,7 @@ def _zeros(name: str, box: Box) -> Tensor:
 
 
 def _convert(parameter: Any) -> None:
-    parameter.ds_numel, parameter.partition = parameter.numel(), lambda: None
+    vars(parameter).update(ds_numel=parameter.numel(), partition=lambda: None, ds_secondary_tensor=None)
 
 
 _WHOLE_PARAMETERS = SimpleNamespace(

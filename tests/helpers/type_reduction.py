@@ -22,6 +22,7 @@ from type_rules import axes_of, replaced, stamp
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.deepspeed_internals import is_marked_tensor_parallel
 from ezpz_llm.training.dist.degrees import AXES
 from ezpz_llm.training.dist.torch_internals import foreach_norm, viewed_tensor
 from ezpz_llm.training.engine import deepspeed_groups, gradients
@@ -120,7 +121,7 @@ def _check_fsdp2(rank: Rank) -> None:
 def _check_deepspeed(rank: Rank) -> None:
     layout, mesh, program = rank.layout, rank.mesh, rank.program
     make_unit: Any = (deepspeed_groups.ModelParallelUnit if layout.pp == 1
-                      else lambda mesh: deepspeed_groups._PipelineGrid(mesh, mesh.real_group("pp"), None))
+                      else lambda mesh: deepspeed_groups.PipelineGrid(mesh, mesh.real_group("pp"), None))
     unit = make_unit(mesh)
     uses_unit = layout.pp * layout.tp > 1
     program.where[:] = ["DeepSpeed's data-parallel group"]
@@ -133,7 +134,7 @@ def _check_deepspeed(rank: Rank) -> None:
     for name, parameter in rank.module.named_parameters() if layout.tp > 1 else ():
         program.where[:] = [name]
         is_sharded = V in spmd.get_local_type(parameter).values()
-        if parameter.tensor_model_parallel != is_sharded:
+        if is_marked_tensor_parallel(parameter) != is_sharded:
             raise SpmdTypeError("the parameter is " + ("sharded over tp, but DeepSpeed's norm counts it on the "
                                 "first rank only" if is_sharded else "equal over tp, but DeepSpeed's norm counts "
                                 "it on every rank"))

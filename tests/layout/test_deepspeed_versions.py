@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ from launch_runs import clean_env
 from slowness import scaled
 
 from ezpz_llm.core.base import UserError
+from ezpz_llm.training.dist import deepspeed_names
+from ezpz_llm.training.dist.deepspeed_names import NAMES
 from ezpz_llm.training.layout import deepspeed_versions
+from ezpz_llm.training.layout.layout import Layout, ZeroOptions
 from ezpz_llm.training.layout.resolve import Request, resolve
 
 
@@ -44,9 +48,36 @@ def test_a_missing_name_fails_only_the_layouts_that_use_it(tmp_path: Path) -> No
     assert check(tmp_path, "zero1").returncode == 0
 
 
+LAYOUTS = {
+    "every layout": Layout("mine", "deepspeed", ZeroOptions(0)),
+    "ZeRO 1 and 2": Layout("mine", "deepspeed", ZeroOptions(1)),
+    "ZeRO 3": Layout("mine", "deepspeed", ZeroOptions(3)),
+    "pipelines": Layout("mine", "deepspeed", ZeroOptions(1), pp=2),
+    "optimizer offload": Layout("mine", "deepspeed", ZeroOptions(2, "cpu")),
+    "compiled ops": Layout("mine", "deepspeed", ZeroOptions(3, None, "nvme")),
+    "offload to NVMe": Layout("mine", "deepspeed", ZeroOptions(3, None, "nvme")),
+    "optimizer offload to NVMe": Layout("mine", "deepspeed", ZeroOptions(3, "nvme")),
+}
+"""A layout that uses the names of each part of the table."""
+
+
+@pytest.mark.parametrize(("layouts", "module", "name"), [
+    (layouts, module, name) for layouts, modules in NAMES.items()
+    for module, names in modules.items() for name in names])
+def test_a_version_without_a_name_is_rejected(monkeypatch: pytest.MonkeyPatch, layouts: str, module: str,
+                                              name: str) -> None:
+    deepspeed_versions.require_support(LAYOUTS[layouts])
+    find_words = deepspeed_versions._source_words
+    monkeypatch.setattr(deepspeed_versions, "_source_words", lambda other: (
+        find_words(other) - {name.split(".")[-1]} if other == module else find_words(other)))
+    with pytest.raises(UserError, match=re.escape(f"has no {module}.{name}, which layout mine uses")) as error:
+        deepspeed_versions.require_support(LAYOUTS[layouts])
+    assert error.value.instead.startswith("pip install 'deepspeed")
+
+
 def test_other_engines_work_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_versions.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(deepspeed_versions, "installed", lambda name: None)
+    monkeypatch.setattr(deepspeed_names, "installed", lambda name: None)
     deepspeed_versions._source_words.cache_clear()
     with pytest.raises(UserError, match="deepspeed is not installed"):
         resolve(Request("zero1", world_size=4))

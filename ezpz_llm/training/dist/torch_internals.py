@@ -4,7 +4,7 @@ All names except those of modules that are imported on use are looked up at impo
 renamed one, the run fails at startup with an error that gives the missing name, the installed version, and what to
 install, instead of an AttributeError in the middle of a step.
 
-Private names of DeepSpeed are in `ezpz_llm.training.layout.deepspeed_internals`.
+Private names of DeepSpeed are in `deepspeed_names.py`.
 """
 
 from __future__ import annotations

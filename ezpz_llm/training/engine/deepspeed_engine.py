@@ -8,7 +8,7 @@ bf16, its config has a bf16 block with the dtypes for gradient accumulation and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist import Dist, deepspeed_patches
+from ezpz_llm.training.dist.deepspeed_internals import (
+    discard_averaged_gradients,
+    gradient_norm,
+    mark_tensor_parallel,
+    release_gathered,
+    set_loss_scale,
+    zero_partitioned_gradients,
+)
 from ezpz_llm.training.engine import nvme
 from ezpz_llm.training.engine.base import MicroStepEngine
 from ezpz_llm.training.engine.deepspeed_groups import ModelParallelUnit, using_mesh_groups
@@ -56,14 +64,11 @@ class DeepSpeedEngine(MicroStepEngine):
                                                 model=model, optimizer=optimizer, mpu=mpu, config=config)[0]
         zero = self._engine.optimizer
         if self.layout.zero.stage:
-            _report_invalid_norms(zero)
-        if uses_nvme(self.layout):
-            nvme.keep_unaligned_gradients(zero)
+            deepspeed_patches.report_invalid_norms(zero)
+        nvme.keep_unaligned_gradients(zero, self.layout)
         if self.layout.zero.stage in (1, 2):
-            keep_until_reduced(zero)
-            # DeepSpeed's search of every gradient for NaN and Inf is not needed either: it took about 30 % of a
-            # step of GPT-2 124M on an H200.
-            zero.check_grad_overflow = False
+            deepspeed_patches.keep_until_reduced(zero)
+            deepspeed_patches.skip_overflow_check(zero)
         if self.layout.zero.stage == 3:
             model.register_forward_hook(self._release_after_evaluation)
         self._sliced: SlicedOptimizer | None = None
@@ -73,7 +78,7 @@ class DeepSpeedEngine(MicroStepEngine):
             assert isinstance(state, ZeroState)
             optimizer.bind(state.partitions())
             optimizer = optimizer.inner
-        self.step_skip.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
+        self.step_skip.guard(optimizer, (lambda: gradient_norm(zero)) if self.layout.zero.stage else None)
 
     def _release_after_evaluation(self, *_: Any) -> None:
         """Release the parameters of a script that stage 3 keeps for a backward pass, if none follows.
@@ -83,7 +88,7 @@ class DeepSpeedEngine(MicroStepEngine):
         """
         if self.may_have_unused and not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                self._engine.optimizer.empty_partition_cache()
+                release_gathered(self._engine.optimizer)
 
     def backward(self, loss: Tensor, is_last: bool, retain_graph: bool = False) -> None:
         """Accumulate the micro-batch's gradients, multiplied by the loss scale."""
@@ -93,7 +98,7 @@ class DeepSpeedEngine(MicroStepEngine):
         if self.layout.zero.stage == 0:
             loss = loss * self._loss_factor
         elif self._scale is not None:
-            self._engine.optimizer.override_loss_scale(self._scale.scale)
+            set_loss_scale(self._engine.optimizer, self._scale.scale)
         self._engine.backward(self._passed_through(loss), retain_graph=retain_graph)
 
     def _passed_through(self, loss: Tensor) -> Tensor:
@@ -102,11 +107,9 @@ class DeepSpeedEngine(MicroStepEngine):
         DeepSpeed prepares a backward pass in hooks of the output of exactly one forward pass. The model may have
         been called several times, directly, or not at all since then, so the engine's forward pass is an identity.
         """
-        model, self._engine.module = self._engine.module, nn.Identity()
-        try:
-            return self._engine(loss)
-        finally:
-            self._engine.module = model
+        with deepspeed_patches.using_module(self._engine, nn.Identity()):
+            output: Tensor = self._engine(loss)
+        return output
 
     def show_gradients(self) -> None:
         """Do nothing: DeepSpeed has averaged the gradients in the last backward pass."""
@@ -146,10 +149,9 @@ class DeepSpeedEngine(MicroStepEngine):
             return
         zero.zero_grad()
         if stage in (1, 2):
-            zero.all_grad_tensors.clear()
-            zero.averaged_gradients.clear()
+            discard_averaged_gradients(zero)
         else:
-            _zero_gradients(zero)
+            zero_partitioned_gradients(zero)
 
     def release(self) -> None:
         """Remove DeepSpeed's hooks, which make cycles that Python does not see."""
@@ -178,61 +180,12 @@ class DeepSpeedEngine(MicroStepEngine):
         if self._sliced is not None:
             self._sliced.finish_step()
         if self.layout.zero.stage == 3 and self.may_have_unused:
-            _zero_gradients(self._engine.optimizer)
+            zero_partitioned_gradients(self._engine.optimizer)
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
         """Return slices of DeepSpeed's parameters and optimizer state."""
         return deepspeed_state(self._engine, *self._replica, self._scale)
-
-
-def _zero_gradients(zero: Any) -> None:
-    """Set stage 3's gradients to zero after a step, except those in files.
-
-    DeepSpeed overwrites a gradient in the first micro-step of the next step, and with optimizer offload copies it
-    in the last one. It keeps the old gradient of a parameter that the loss of this micro-step does not depend on.
-    """
-    zero.grad_partitions_flat_buffer.zero_()
-    for flat in zero.fp32_partitioned_groups_flat:
-        if flat.grad is not None:
-            flat.grad.zero_()
-
-
-def _report_invalid_norms(zero: Any) -> None:
-    """Make the gradient norm Inf if that of a parameter group is NaN or Inf, so that the step is skipped.
-
-    DeepSpeed replaces such a norm with -1, which versions before 0.19.8 combine with the other groups' norms to a
-    finite one.
-    """
-    for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
-        setattr(zero, name, _with_invalid_as_inf(getattr(zero, name)))
-
-
-def _with_invalid_as_inf(get_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def get_checked_norm(*args: Any, **named: Any) -> Tensor:
-        norm = get_norm(*args, **named)
-        return torch.where(norm < 0, math.inf, norm)
-
-    return get_checked_norm
-
-
-def keep_until_reduced(zero: Any) -> None:
-    """Keep the allocator from reusing a gradient's memory while stage 1 or 2 reduces it on a separate stream.
-
-    DeepSpeed reduces a gradient that is larger than the bucket in place. If other ranks own the gradient, stage 2
-    frees it as soon as the reduction is issued, and the allocator knows only the stream that allocated it
-    (deepspeed 0.19.8, stage_1_and_2.py, which calls record_stream only for parts that this rank keeps).
-    """
-    if not zero.overlap_comm or zero.reduction_stream is None:
-        return
-    average = zero.average_tensor
-
-    def average_tensor(tensor: Tensor, *args: Any) -> None:
-        """Average a buffer, and keep it until the reduction stream has read it."""
-        tensor.record_stream(zero.reduction_stream)
-        average(tensor, *args)
-
-    zero.average_tensor = average_tensor
 
 
 def mark_sharded(model: nn.Module) -> None:
@@ -244,4 +197,4 @@ def mark_sharded(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         at = placement_of(name, parameter)
-        parameter.tensor_model_parallel = sum(map(size, at.boxes)) < math.prod(at.shape)
+        mark_tensor_parallel(parameter, sum(map(size, at.boxes)) < math.prod(at.shape))

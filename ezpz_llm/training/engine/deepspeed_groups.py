@@ -10,12 +10,13 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
+from ezpz_llm.training.dist.deepspeed_patches import using_groups
 from ezpz_llm.training.dist.mesh import Mesh
 
 
@@ -57,7 +58,7 @@ class ModelParallelUnit:
         return self._mesh.size("dp", "sp")
 
 
-class _PipelineGrid:
+class PipelineGrid:
     """Replacement for DeepSpeed's PipelineParallelGrid with the attributes and methods that its engine uses."""
 
     def __init__(self, mesh: Mesh, process_group: ProcessGroup, topology: Any) -> None:
@@ -141,8 +142,6 @@ class _PipelineGrid:
 @contextmanager
 def using_mesh_groups(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
     """Make DeepSpeed use the mesh's groups while it builds an engine or a module; discard its stdout."""
-    module, groups = deepspeed.runtime.pipe.module, deepspeed.utils.groups
-
     def new_group(ranks: Any) -> ProcessGroup | None:
         """Return the group of all ranks, or of the ranks that share the tied embedding.
 
@@ -153,20 +152,6 @@ def using_mesh_groups(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
         group = mesh.end_stages_group()  # collective on the first call
         return group if mesh.rank in ranks else None
 
-    def create_hpz_group(size: int) -> None:
-        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = mesh.divided(size)[1]
-
-    with (redirect_stdout(io.StringIO()), _replaced(module, "PipelineParallelGrid", partial(_PipelineGrid, mesh)),
-          _replaced(module, "dist", SimpleNamespace(**{**vars(deepspeed.comm), "new_group": new_group})),
-          _replaced(groups, "_create_zero_param_parallel_group", create_hpz_group)):
+    with (redirect_stdout(io.StringIO()),
+          using_groups(deepspeed, partial(PipelineGrid, mesh), new_group, lambda size: mesh.divided(size)[1])):
         yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)

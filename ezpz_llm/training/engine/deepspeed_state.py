@@ -12,6 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ezpz_llm.training.dist.deepspeed_internals import (
+    averaged_gradients,
+    fragment_of,
+    in_memory,
+    is_in_files,
+    partitioned_groups,
+    refresh_parameters,
+    refresh_shards,
+    shard_numel,
+    shard_of,
+    sub_groups,
+    whole_numel,
+    whole_shape,
+)
 from ezpz_llm.training.engine.optimizer_state import (
     Access,
     EngineState,
@@ -76,9 +90,7 @@ class ZeroState(EngineState):
         """Yield this rank's elements of each averaged gradient, after the last backward pass of a step."""
         for number, (_, flat, members) in enumerate(self.partitions()):
             # With optimizer offload, gradients are already next to the weights.
-            averaged = None if flat.grad is not None else self.zero.averaged_gradients[number]
-            whole = flat.grad if averaged is None else getattr(averaged, "flat_partition", None)
-            parts = iter(() if averaged is None else averaged)
+            whole, parts = (flat.grad, iter(())) if flat.grad is not None else averaged_gradients(self.zero, number)
             for member in members:
                 if whole is not None:
                     yield member.parameter, whole.view(-1)[member.offset:member.offset + member.numel]
@@ -135,9 +147,7 @@ class _PartitionedOptimizer(ZeroState):
     @property
     def _groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
         """Parameters of each group, and this rank's partition of their fp32 weights."""
-        if hasattr(self.zero, "bf16_groups"):  # the optimizer of pipelines in bf16
-            return self.zero.bf16_groups, self.zero.fp32_groups_flat_partition
-        return self.zero.bit16_groups, self.zero.single_partition_of_fp32_groups
+        return partitioned_groups(self.zero)
 
     @property
     def _trained(self) -> list[list[torch.nn.Parameter]]:
@@ -153,15 +163,11 @@ class _PartitionedOptimizer(ZeroState):
 
     @staticmethod
     def _member(parameter: torch.nn.Parameter) -> Member:
-        mapping = parameter._hp_mapping
-        if mapping is None:  # no element of the parameter is in this partition
-            return Member(parameter, 0, 0, 0, tuple(parameter.shape))
-        return Member(parameter, mapping.lp_fragment_address.start, mapping.hp_fragment_address.start,
-                      mapping.hp_fragment_address.numel, tuple(parameter.shape))
+        return Member(parameter, *fragment_of(parameter), tuple(parameter.shape))
 
     def refresh(self) -> None:
         """Copy the fp32 weights to the model's parameters."""
-        self.zero.update_lp_params()
+        refresh_parameters(self.zero)
 
     def adopt_parameters(self) -> None:
         """Copy changed parameters to this rank's partitions."""
@@ -184,47 +190,36 @@ class _PartitionedParameters(ZeroState):
 
     def _place_frozen(self, parameter: torch.nn.Parameter, at: Placement) -> Frozen:
         start, numel = self._part_of(parameter)
-        return Frozen(at, parameter.ds_tensor[:numel], start, 0, 1)
+        return Frozen(at, shard_of(parameter)[:numel], start, 0, 1)
 
     @property
     def _trained(self) -> list[list[torch.nn.Parameter]]:
-        return self.zero.fp16_groups
+        return [group.parameters for group in sub_groups(self.zero)]
 
     def _part_of(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
         """Return the start and the number of this rank's elements of a parameter, without padding."""
-        size = parameter.partition_numel()
-        start = min(size * self._rank, parameter.ds_numel)
-        return start, min(size, parameter.ds_numel - start)
+        size, total = shard_numel(parameter), whole_numel(parameter)
+        start = min(size * self._rank, total)
+        return start, min(size, total - start)
 
     def partitions(self) -> Iterator[tuple[int, Tensor, list[Member]]]:
         """Yield the number of the parameter group of each sub-group, this rank's partition, and its members."""
-        for number, parameters in enumerate(self.zero.fp16_groups):
+        for group in sub_groups(self.zero):
             members, offset = [], 0
-            for parameter in parameters:
+            for parameter in group.parameters:
                 start, numel = self._part_of(parameter)
-                members.append(Member(parameter, start, offset, numel, tuple(parameter.ds_shape)))
-                offset += parameter.partition_numel()
-            yield self.zero.sub_group_to_group_id[number], self.zero.fp32_partitioned_groups_flat[number], members
+                members.append(Member(parameter, start, offset, numel, whole_shape(parameter)))
+                offset += shard_numel(parameter)
+            yield group.group, group.flat, members
 
     @contextmanager
     def _loaded_tensors(self, number: int, group: dict[str, Any], flat: Tensor,
                         tensors_of: Access) -> Iterator[dict[str, Tensor]]:
-        if tensors_of is raw and self.zero._swappable_optimizer_subgroup(number):
+        if tensors_of is raw and is_in_files(self.zero, number):
             yield {}
             return
-        with self._in_memory(number), tensors_of(self.optimizer, group, flat) as tensors:
+        with in_memory(self.zero, number), tensors_of(self.optimizer, group, flat) as tensors:
             yield tensors
-
-    @contextmanager
-    def _in_memory(self, number: int) -> Iterator[None]:
-        if not self.zero._swappable_optimizer_subgroup(number):
-            yield
-            return
-        self.zero._optimizer_states_and_gradient_swap_in(number)
-        try:
-            yield
-        finally:
-            self.zero._optimizer_states_and_gradient_swap_out(number)
 
     def adopt_parameters(self) -> None:
         """Copy changed parameters, among those that are gathered at the moment, to this rank's partitions."""
@@ -236,13 +231,4 @@ class _PartitionedParameters(ZeroState):
 
     def refresh(self) -> None:
         """Copy the fp32 weights to the partitions, and discard copies of the old weights."""
-        # As at the end of stage 3's step: release gathered parameters, write the partitions, and gather the small
-        # parameters that are kept between steps.
-        self.zero.checkpoint_event_prologue()
-        for parameter in self.placed:
-            # hpZ's copy of the old weights; DeepSpeed's invalidate_secondary_tensor omits frozen parameters.
-            parameter.ds_secondary_tensor = None
-        for number in range(len(self.zero.fp16_groups)):
-            with self._in_memory(number):
-                self.zero._reassign_or_swap_out_partitioned_parameters(number)
-        self.zero.checkpoint_event_epilogue()
+        refresh_shards(self.zero, self.placed)

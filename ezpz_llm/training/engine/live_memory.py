@@ -10,6 +10,12 @@ from typing import Any
 
 import torch
 
+from ezpz_llm.training.dist.deepspeed_internals import (
+    bucket_buffers,
+    gradient_storage,
+    second_shard_of,
+    shard_of,
+)
 from ezpz_llm.training.dist.torch_internals import FakeTensor, local_tensor, tree_leaves
 from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.engine.optimizer_state import stepped_by
@@ -68,10 +74,7 @@ def state_storages(engine: Engine) -> set[int]:
 def buckets(engine: Engine) -> list[torch.UntypedStorage]:
     """Return DeepSpeed's gradient buckets; stages 1 and 2 have them only during the backward pass."""
     zero: Any = getattr(getattr(engine, "_engine", None), "optimizer", None)
-    if not getattr(zero, "contiguous_gradients", False):
-        return []
-    tensors = tree_leaves([bucket.buffer for bucket in zero.ipg_buckets.values()])
-    return [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return [tensor.untyped_storage() for tensor in tree_leaves(bucket_buffers(zero)) if tensor is not None]
 
 
 def resident_bytes(storage: torch.UntypedStorage) -> int:
@@ -89,22 +92,20 @@ def resident_bytes(storage: torch.UntypedStorage) -> int:
 
 def _gradients(engine: Engine) -> list[Any]:
     zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
-    # Stages 1 and 2 keep gradients by group, in bf16 in DeepSpeed's own lists; stage 3 has one flat buffer.
-    groups = [list(group or ()) for group in (getattr(zero, "averaged_gradients", None) or {}).values()]
     reducer = getattr(engine, "_reducer", None)
     stepped = stepped_by(engine.training_state().optimizer)
     return [*(tensor.grad for tensor in (*engine.module.parameters(), *stepped)),
             *([] if reducer is None else reducer.sums),
-            *tree_leaves((groups, getattr(zero, "grad_partitions_flat_buffer", None)))]
+            *tree_leaves(gradient_storage(zero))]
 
 
 def _secondary(engine: Engine) -> list[torch.Tensor]:
     return [tensor for parameter in engine.module.parameters()
-            if (tensor := getattr(parameter, "ds_secondary_tensor", None)) is not None]
+            if (tensor := second_shard_of(parameter)) is not None]
 
 
 def _tensors_by_kind(engine: Engine) -> dict[str, list[Any]]:
-    parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.own_parameters()]
+    parameters = [shard_of(parameter) for parameter in engine.own_parameters()]
     secondary = _secondary(engine)
     state = engine.training_state()
     slices = list(state.raw_slices())

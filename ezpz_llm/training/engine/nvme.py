@@ -17,11 +17,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ezpz_llm.core.base import UserError, system_text
-from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist import Dist, deepspeed_patches
 from ezpz_llm.training.dist.agreement import run_together
+from ezpz_llm.training.layout.layout import Layout
 
 _LOCK, _SPACE = "lock", "room"
 _FILES = {"optimizer": 16, "param": 4}
@@ -69,29 +70,14 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
         block["nvme_path"] = str(folder)
 
 
-def keep_unaligned_gradients(zero: Any) -> None:
-    """Keep gradients in memory that DeepSpeed 0.19.8 cannot read back from files.
+def keep_unaligned_gradients(zero: Any, layout: Layout) -> None:
+    """Keep gradients in memory that DeepSpeed cannot read back from files, if the layout's optimizer is in files.
 
-    It reads each parameter's gradient into one buffer for its group of parameters, at an address that need not be a
-    multiple of the sector size (on three ranks, for example). Direct reads then fail, and DeepSpeed ignores the
-    error: the optimizer would step with stale values.
-
-    Args:
-        zero: DeepSpeed's stage 3 optimizer.
+    Raises:
+        UserError: DeepSpeed has no `optimizer_swapper`, so the optimizer would step with stale gradients.
     """
-    swapper = getattr(zero, "optimizer_swapper", None)
-    if swapper is None:
-        return
-    split = swapper._adjust_for_misaligned_lengths
-
-    def split_and_mark(tensors: list[Tensor], offsets: list[int]) -> tuple[list[Tensor], list[int]]:
-        """Split gradients into parts, as DeepSpeed does, and mark those that must stay in memory."""
-        parts, starts = split(tensors=tensors, offsets=offsets)
-        for part, start in zip(parts, starts, strict=True):
-            part.swappable = start % swapper.numel_alignment == 0
-        return parts, starts
-
-    swapper._adjust_for_misaligned_lengths = split_and_mark
+    if layout.zero.offload_optimizer == "nvme":
+        deepspeed_patches.keep_unaligned_gradients(zero)
 
 
 def _locked_bytes(blocks: dict[str, dict[str, Any]], zero: dict[str, Any], elements: int) -> int:

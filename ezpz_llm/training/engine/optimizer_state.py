@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ezpz_llm.training.dist.deepspeed_internals import is_cpu_adam, step_cpu_adam
 from ezpz_llm.training.engine.masters import MasterWeights
 from ezpz_llm.training.engine.precision import LossScale
 from ezpz_llm.training.layout.optimizers import OPTIMIZERS
@@ -300,7 +301,7 @@ def _set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
             state["step"].fill_(step)
         else:
             state["step"] = step
-    if hasattr(optimizer, "ds_opt_adam"):
+    if is_cpu_adam(optimizer):
         _replay_cpu_adam(optimizer, step)
 
 
@@ -314,8 +315,7 @@ def _replay_cpu_adam(optimizer: Any, step: int) -> None:
     group = optimizer.param_groups[0]
     scratch = [torch.zeros(1) for _ in range(4)]
     for number in range(step + 1):  # 0 resets an optimizer that has performed steps
-        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, number, 0.0, *group["betas"], group["eps"], 0.0,
-                                          group["bias_correction"], *scratch)
+        step_cpu_adam(optimizer, number, group, scratch)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:

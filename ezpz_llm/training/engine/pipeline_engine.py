@@ -10,7 +10,6 @@ DeepSpeed's train_batch ends each step with further collectives and prints.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -18,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ezpz_llm.core.rundir import RunDir
-from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist import Dist, deepspeed_internals
+from ezpz_llm.training.dist.deepspeed_internals import gradient_norm, set_loss_scale
+from ezpz_llm.training.dist.deepspeed_patches import send_within
 from ezpz_llm.training.dist.mesh import Mesh
 from ezpz_llm.training.engine import gradient_reducer
 from ezpz_llm.training.engine.base import Engine, Span
@@ -58,7 +58,7 @@ class PipelineEngine(Engine):
         mark_sharded(model)
         deepspeed = import_deepspeed(dist.device.type)
         deepspeed.init_distributed(dist_backend=dist.backend, dist_init_required=False)
-        _restrict_sends(deepspeed, self._sends)
+        send_within(deepspeed, self._sends)
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh)
         # On CPUs, the fused kernel rounds the last few elements of a buffer differently, and the copies of a tied
         # embedding have different positions in their buffers.
@@ -69,12 +69,9 @@ class PipelineEngine(Engine):
                                                 model=pipeline, optimizer=optimizer,
                                                 config=_config(resolved, dist.run_dir, model))[0]
         zero = self._engine.optimizer
-        self.step_skip.guard(optimizer, lambda: zero._global_grad_norm)
-        schedule = deepspeed.runtime.pipe.schedule.TrainSchedule(self.batch.accumulation, self.layout.pp,
-                                                                 dist.mesh.pp_rank)
-        self._instructions = [instruction for step in schedule for instruction in step]
-        self._engine._reserve_pipe_buffers(schedule.num_pipe_buffers())
-        self._engine._compute_loss = True
+        self.step_skip.guard(optimizer, lambda: gradient_norm(zero))
+        self._instructions = deepspeed_internals.prepare_pipeline(self._engine, deepspeed, self.batch.accumulation,
+                                                                  self.layout.pp, dist.mesh.pp_rank)
 
     def _compute(self, inputs: Tensor) -> Tensor:
         """Run this stage's forward pass; the last stage returns the loss, so that logits are freed at once."""
@@ -93,14 +90,14 @@ class PipelineEngine(Engine):
         engine = self._engine
         set_lr(engine.optimizer, lr)
         if self._scale is not None:
-            engine.optimizer.override_loss_scale(self._scale.scale)
+            set_loss_scale(engine.optimizer, self._scale.scale)
         batches = self._keep_tokens(micro_batches)
         engine.set_dataiterator(batches)
-        engine.total_loss, engine.fwd_outputs = None, []
+        deepspeed_internals.begin_pipeline_step(engine)
         for instruction in self._instructions:
             phase = _PHASES.get(instruction.name)
             if phase == "forward" and self.module.is_last:
-                self._targets = engine.pipe_buffers["labels"][instruction.buffer_id]
+                self._targets = deepspeed_internals.pipeline_labels(engine)[instruction.buffer_id]
             elif phase == "forward" and self.module.end_of_text is not None and not self.module.is_first:
                 next(batches)  # DeepSpeed loads micro-batches only in the first and the last stage
             with nullcontext() if phase is None else span(phase):
@@ -109,13 +106,13 @@ class PipelineEngine(Engine):
                 if instruction.name == "ReduceGrads" and self._dtype == torch.bfloat16:
                     self._average_gradients()
                 else:
-                    engine._INSTRUCTION_MAP[type(instruction)](engine, **instruction.kwargs)
+                    deepspeed_internals.execute_instruction(engine, instruction)
         norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         self._update_scale(norm)
         if not self.module.is_last:
             return torch.zeros((), device=self.device), norm
         # The loss of the step is the mean over all ranks, but only the last stage has a loss.
-        return engine.total_loss * (self.layout.pp / self.batch.accumulation), norm
+        return deepspeed_internals.pipeline_loss(engine) * (self.layout.pp / self.batch.accumulation), norm
 
     def _sum_over_replicas(self) -> None:
         """Sum the tied embedding's gradient over data-parallel ranks, before DeepSpeed adds the two stages' sums.
@@ -129,7 +126,7 @@ class PipelineEngine(Engine):
         if self.module.table is None or ranks < 3:
             return
         table = self.module.table.weight
-        grad = table._hp_grad if self._dtype == torch.bfloat16 else table.grad
+        grad = deepspeed_internals.fp32_gradient(table) if self._dtype == torch.bfloat16 else table.grad
         torch.distributed.all_reduce(grad, group=self._mesh.group("dp", "sp"))
         if rank > 0:
             grad.zero_()
@@ -142,7 +139,7 @@ class PipelineEngine(Engine):
         ranks = self._replica[1]
         if ranks == 1:
             return
-        for flat in self._engine.optimizer.non_expert_gradients:
+        for flat in deepspeed_internals.flat_gradients(self._engine.optimizer):
             flat.mul_(1 / ranks)
             for part in flat.split(self._bucket):
                 reduced = part.to(self._reduced)
@@ -203,14 +200,6 @@ def _config(resolved: Resolved, run_dir: RunDir, stage: PipelineStage) -> dict[s
         # Free each bf16 gradient as soon as it is added to the fp32 gradient.
         config["bf16"] = {**config["bf16"], "immediate_grad_update": True}
     return config
-
-
-def _restrict_sends(deepspeed: ModuleType, group: ProcessGroup) -> None:
-    """Make DeepSpeed's stages send within `group` instead of the group of all ranks."""
-    comm = deepspeed.comm
-    deepspeed.runtime.pipe.p2p.dist = SimpleNamespace(**{
-        **vars(comm), "send": functools.partial(comm.send, group=group),
-        "recv": functools.partial(comm.recv, group=group)})
 
 
 def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Callable[[Tensor], Tensor],

@@ -11,6 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ezpz_llm.training.dist.deepspeed_internals import (
+    convert_parameter,
+    device_of_shards,
+    discard_second_shard,
+    partition_parameter,
+    whole_numel,
+)
 from ezpz_llm.training.dist.mesh import Mesh
 from ezpz_llm.training.model import tensor_parallel
 from ezpz_llm.training.model.init import Values, fill, take_values
@@ -82,12 +89,11 @@ def _partition(name: str, parameter: nn.Parameter, init: Any, values: Values, dt
     """
     at = placement_of(name, parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(
-        torch.empty_like(parameter, device=init.local_device, dtype=dtype)))
+        torch.empty_like(parameter, device=device_of_shards(init), dtype=dtype)))
     set_placement(parameter, at)
-    init._convert_to_deepspeed_param(parameter)
-    part = -(-parameter.ds_numel // world_size)
-    start = min(part * rank, parameter.ds_numel)
+    convert_parameter(init, parameter)
+    part = -(-whole_numel(parameter) // world_size)
+    start = min(part * rank, whole_numel(parameter))
     fill(parameter.data.view(-1)[start:start + part], at, start, values)
-    parameter.partition()
-    # The first forward pass of every step creates hpZ's copy; here it would be uninitialized.
-    parameter.ds_secondary_tensor = None
+    partition_parameter(parameter)
+    discard_second_shard(parameter)

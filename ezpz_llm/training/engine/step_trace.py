@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.deepspeed_internals import log_collectives
 from ezpz_llm.training.dist.degrees import AXES
 from ezpz_llm.training.dist.links import measure_links
 from ezpz_llm.training.dist.mesh import Mesh
@@ -169,7 +170,7 @@ class _DeepSpeedTools:
 
     def start(self) -> None:
         """Start the communication logger and the FLOPs profiler."""
-        _log_collectives(True)
+        log_collectives(True)
         if self._products is not None and "deepspeed" in sys.modules:
             from deepspeed.profiling.flops_profiler import FlopsProfiler
 
@@ -178,24 +179,10 @@ class _DeepSpeedTools:
 
     def stop(self) -> dict[str, Any]:
         """Stop, and return `deepspeed` (logged calls by name) and `flops` (DeepSpeed's and our counts)."""
-        results: dict[str, Any] = {"deepspeed": _log_collectives(False)}
+        results: dict[str, Any] = {"deepspeed": log_collectives(False)}
         if self._profiler is not None:
             # Two FLOPs per multiply-accumulate; the profiler's FLOPs total includes operators other than matmuls.
             results["flops"] = {"deepspeed": 2 * self._profiler.get_total_macs(), "ours": self._products}
             self._profiler.end_profile()
             self._profiler = None
         return results
-
-
-def _log_collectives(on: bool) -> dict[str, dict[str, float]]:
-    """Turn the logger on or off; return the calls logged so far, and reset it."""
-    module = sys.modules.get("deepspeed.comm.comm")
-    if module is None:
-        return {}
-    logger = module.comms_logger
-    calls = {name: {"count": sum(entry[0] for entry in sizes.values()),
-                    "ms": sum(sum(entry[1]) for entry in sizes.values())}
-             for name, sizes in logger.get_raw_data().items()}
-    logger.reset_data()
-    module.configure(enabled=on, prof_all=on, verbose=False)
-    return calls

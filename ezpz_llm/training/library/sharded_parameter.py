@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ezpz_llm.core.base import UserError
+from ezpz_llm.training.dist.deepspeed_internals import is_gathered, is_partitioned
 from ezpz_llm.training.dist.torch_internals import TENSOR_METADATA, plain_functions
 from ezpz_llm.training.library.callers import is_called_by_script
 from ezpz_llm.training.model.parameters import placement_of, whole_box
@@ -36,7 +37,7 @@ def guard(module: nn.Module, layout: str) -> None:
         is_divided = placement.boxes != (whole_box(placement.shape),)
         if isinstance(parameter, DTensor):
             parameter.__class__ = _ShardOfTorch
-        elif hasattr(parameter, "ds_status"):
+        elif is_partitioned(parameter):
             parameter.__class__ = _ShardOfDeepSpeed
         elif is_divided:
             parameter.__class__ = _ShardOfLayer
@@ -92,7 +93,7 @@ class _ShardOfDeepSpeed(nn.Parameter):
 
     def is_partial(self) -> bool:
         """Return True if the parameter is not gathered, or only over the ranks with the same part of a layer."""
-        return self.ezpz_is_divided or self.ds_status.name != "AVAILABLE"
+        return self.ezpz_is_divided or not is_gathered(self)
 
 
 class _ShardOfLayer(nn.Parameter):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ezpz_llm.core.base import UserError
+from ezpz_llm.training.dist.deepspeed_internals import is_partitioned, whole_shape
 from ezpz_llm.training.model.config import AFTER, BEFORE, BLOCK, ModelConfig, Parameter
 
 Box = tuple[tuple[int, int], ...]
@@ -67,9 +68,9 @@ def set_placement(parameter: Any, placement: Placement) -> None:
 def placement_of(name: str, parameter: Any) -> Placement:
     """Return the stored placement of a parameter; default: the whole parameter `name` of the plain model.
 
-    Under ZeRO-3, the shape of a partitioned parameter is in `ds_shape`.
+    The shape is that of the whole parameter, also under ZeRO-3.
     """
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    shape = whole_shape(parameter) if is_partitioned(parameter) else tuple(parameter.shape)
     return getattr(parameter, _ATTRIBUTE, None) or Placement(name, shape, (whole_box(shape),))
 
 

@@ -21,6 +21,7 @@ from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.training import checkpoint
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.dist.agreement import all_gather
+from ezpz_llm.training.dist.deepspeed_internals import shard_of
 from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.engine.collectives import CollectiveCounter, by_ranks
 from ezpz_llm.training.engine.live_memory import live_storages, live_tensor_memory
@@ -217,8 +218,7 @@ def _fill_with_nan(engine: Engine) -> None:
             tensor.fill_(torch.nan)
     for parameter in engine.module.parameters():
         parameter.fill_(torch.nan)
-        if hasattr(parameter, "ds_tensor"):  # ZeRO-3 keeps the shard here; the parameter itself is empty
-            parameter.ds_tensor.fill_(torch.nan)
+        shard_of(parameter).fill_(torch.nan)  # under ZeRO-3, the parameter itself is empty
 
 
 class _StepRecorder:

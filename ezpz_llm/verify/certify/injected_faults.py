@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ezpz_llm.core.base import unknown_name_error
+from ezpz_llm.training.dist.deepspeed_internals import mark_tensor_parallel
+from ezpz_llm.training.dist.deepspeed_patches import keep_second_shards
 from ezpz_llm.training.layout.layout import Layout
 from ezpz_llm.verify.certify.recipe import Rows
 
@@ -94,7 +96,7 @@ def _unmark_tp(engine: Any, dist: Dist) -> None:
 
     named = list(engine.module.named_parameters())
     for _, parameter in named:
-        parameter.tensor_model_parallel = False  # read by DeepSpeed's gradient norm
+        mark_tensor_parallel(parameter, False)
     if engine.layout.zero.stage != 0:
         return
     # ezpz_llm's gradient norm and the comparison read the placements, so restore them after each step.
@@ -132,7 +134,7 @@ def _undo_master_updates(engine: Any, dist: Dist) -> None:
 
 def _keep_second_copy(engine: Any, dist: Dist) -> None:
     """Keep hpZ's secondary copy of the parameters valid after the optimizer step."""
-    engine._engine.optimizer.invalidate_secondary_tensor = lambda: None
+    keep_second_shards(engine._engine.optimizer)
 
 
 def _let_copy_drift(engine: Any, dist: Dist) -> None:

@@ -25,6 +25,7 @@ from ezpz_llm.training import checkpoint
 from ezpz_llm.training.dist import Degrees, Dist, Mesh
 from ezpz_llm.training.dist.agreement import all_gather
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.deepspeed_patches import smallest_file
 from ezpz_llm.training.engine import gradient_reducer
 from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.engine.build import assemble, build_engine
@@ -427,16 +428,8 @@ def _small_buckets() -> Iterator[None]:
 def _lower_min_file_size(dist: Dist) -> Iterator[None]:
     """Lower DeepSpeed's minimum file size, so that it swaps the parameters of these small models."""
     import_deepspeed(dist.device.type)
-    from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
-
-    default = optimizer_utils.MIN_AIO_BYTES
-    for module in (optimizer_utils, partitioned_param_swapper):
-        module.MIN_AIO_BYTES = recipe.SMALLEST_FILE
-    try:
+    with smallest_file(recipe.SMALLEST_FILE):
         yield
-    finally:
-        for module in (optimizer_utils, partitioned_param_swapper):
-            module.MIN_AIO_BYTES = default
 
 
 def own_rows(dist: Dist) -> Rows:
