@@ -66,7 +66,7 @@ FAULTS = (
           '"gradient_clipping": 0.0', cell("zero1", 2, "llama")),
     Fault("stages-clip-to-double", "zero", RESOLVE, '"gradient_clipping": clip if layout.zero.stage else 0.0',
           '"gradient_clipping": 2 * clip if layout.zero.stage else 0.0', cell("zero3", 2)),
-    Fault("stage-0-does-not-clip", "zero", DEEPSPEED, "self._engine.optimizer, self._clip, self._loss_factor)",
+    Fault("stage-0-does-not-clip", "zero", DEEPSPEED, "self._engine.optimizer, self.clip, self._loss_factor)",
           "self._engine.optimizer, 0.0, self._loss_factor)", cell("zero0", 2)),
     Fault("loaded-parameters-not-refreshed", "zero", ZERO_STATE, "        refresh_parameters(self.zero)",
           "        pass", cell("zero1", 2)),
@@ -191,12 +191,8 @@ FAULTS = (
           "        index, inside = local_rows(tokens, self.first, len(self.weight))\n"
           "        rows = lookup(index, self.weight.detach())", cell("tp2", 2)),
     Fault("tables-of-three-summed-late", "tied table", PIPELINE, "or ranks < 3:", "or ranks < 4:", TABLES),
-    Fault("tie-lost-on-a-move", "tied table", GPT, "        self._tie()
-
-    def forward",
-          "        pass
-
-    def forward", TIED),
+    Fault("tie-lost-on-a-move", "tied table", GPT, "        self._tie()\n\n    def forward",
+          "        pass\n\n    def forward", TIED),
     Fault("parts-not-summed", "norm over ranks", GRADIENTS, 'if mesh.size("pp", "tp") > 1:',
           'if mesh.size("pp", "tp") > 99:', cell("tp2", 2)),
     Fault("copies-counted-twice", "norm over ranks", GRADIENTS, "if grad is not None and at.primary]",

@@ -158,8 +158,8 @@ FAULTS = (
           "torch.stack(tensor_norms(owned[:-1]))", GPT2),
     Fault("clip-with-a-large-epsilon", "clipping", GRADIENTS, "divisor = ((norm + 1e-6) / clip)",
           "divisor = ((norm + 1e-4) / clip)", GPT2),
-    Fault("clip-to-half", "clipping", TORCH, "self._optimizer, self._clip, scale",
-          "self._optimizer, self._clip / 2, scale", GPT2),
+    Fault("clip-to-half", "clipping", TORCH, "self._optimizer, self.clip, scale",
+          "self._optimizer, self.clip / 2, scale", GPT2),
     Fault("clip-by-the-previous-norm", "clipping", GRADIENTS,
           "norm = norm / loss_scale\n    _scale_gradients(optimizer, grads, norm, clip, loss_scale)\n"
           "    return norm",

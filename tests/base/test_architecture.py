@@ -318,6 +318,37 @@ def test_private_names_of_libraries_are_found(text):
     assert not internals_in("self._mine = parameter.data\nparameter.grad = None\nx.__class__", {"_mine"})
 
 
+def foreign_privates_in(text: str, own: set[str], others: set[str]) -> list[tuple[int, str]]:
+    """Return the lines that import or access a private name which only another of our packages makes."""
+    uses = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ezpz_llm"):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names = [node.attr]
+        else:
+            continue
+        uses += [(node.lineno, name) for name in names
+                 if name.startswith("_") and not name.startswith("__") and name in others - own]
+    return uses
+
+
+def test_a_package_uses_no_private_names_of_another():
+    files = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    made: dict[str, set[str]] = {package: set() for package in (*PACKAGES, "commands")}
+    package_of = {name: name.split("/")[0] if "/" in name else "commands" for name in files}
+    for name, text in files.items():
+        made[package_of[name]].update(names_made_in(ast.parse(text)))
+    everything = set().union(*made.values()) - OTHERS
+    internals = {name for names in INTERNALS.values() for name in names}
+    violations = {f"{name}:{line}": private for name, text in files.items() if name not in internals
+                  for line, private in foreign_privates_in(text, made[package_of[name]], everything)}
+    assert not violations, "make it public where it is defined, or move the code that needs it"
+    assert foreign_privates_in("engine._clip", {"_mine"}, {"_clip"}) == [(1, "_clip")]
+    assert foreign_privates_in("from ezpz_llm.training.engine import _clip", set(), {"_clip"}) == [(1, "_clip")]
+    assert not foreign_privates_in("self._clip, engine._mine", {"_mine"}, {"_clip", "_mine"})
+
+
 def test_ruff_checks_every_module():
     """Ruff's default skips folders named dist, such as ezpz_llm/training/dist."""
     root = PACKAGE.parent

@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest, dist: Dist) -> MicroStepEngine:
 
 def take_step(engine: MicroStepEngine, number: int, scale: float | None = None) -> tuple[float, float]:
     """Take a step under a loss scale, and return its loss and gradient norm."""
-    engine._scale = None if scale is None else LossScale(DynamicScale(start=scale))
+    engine.loss_scale = None if scale is None else LossScale(DynamicScale(start=scale))
     loss, norm = engine.train_step(micro_batches(number), RATE, lambda phase: nullcontext())
     return loss.item(), norm.item()
 
@@ -62,7 +62,7 @@ def assert_valid_step(engine: MicroStepEngine, number: int, scale: float | None 
     before = state_of(engine)
     loss, norm = take_step(engine, number, scale)
     step = ObservedStep(f"step {number}", before, state_of(engine), micro_batches(number), RATE,
-                        settings_of(one_layer(), engine._clip, recipe.Z_LOSS), loss, norm)
+                        settings_of(one_layer(), engine.clip, recipe.Z_LOSS), loss, norm)
     assert one_process.describe_failures(one_process.compare_steps([step], "fp32")[0]) is None
 
 
@@ -89,12 +89,12 @@ def test_the_scale_follows_deepspeeds_even_if_resumed(settings: DynamicScale,
 
 def test_a_checkpoint_restores_the_scale_and_the_steps_since_an_overflow(dist: Dist) -> None:
     saved, loaded = (one_layer_engine(dist, clip=0.1) for _ in range(2))
-    saved._scale, loaded._scale = (LossScale(DynamicScale(start=start)) for start in (SCALE, 2 * SCALE))
+    saved.loss_scale, loaded.loss_scale = (LossScale(DynamicScale(start=start)) for start in (SCALE, 2 * SCALE))
     for _ in range(3):
-        saved._scale.update(True)
+        saved.loss_scale.update(True)
     checkpoint.save(saved, dist, dist.run_dir, checkpoint.Progress(step=1))
     checkpoint.load(checkpoint.find(dist.run_dir.path), loaded, dist)
-    assert loaded._scale.state() == saved._scale.state()
+    assert loaded.loss_scale.state() == saved.loss_scale.state()
 
 
 def test_steps_match_the_definition_with_and_without_a_scale(engine: MicroStepEngine) -> None:
@@ -108,7 +108,7 @@ def test_a_step_that_overflows_changes_nothing_and_halves_the_scale(engine: Micr
     _, norm = take_step(engine, 1, TOO_LARGE)
     assert norm == math.inf
     assert_equal_states(before, state_of(engine))
-    assert (engine.skipped_steps, engine._scale.scale) == (1, TOO_LARGE / 2)
+    assert (engine.skipped_steps, engine.loss_scale.scale) == (1, TOO_LARGE / 2)
     assert_valid_step(engine, 2)
 
 

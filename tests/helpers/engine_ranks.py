@@ -60,7 +60,7 @@ def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> 
     if "undivided" in options:
         engine.batch = replace(engine.batch, accumulation=1)
     if "overflow" in options:
-        engine._scale.scale = 2.0 ** 22
+        engine.loss_scale.scale = 2.0 ** 22
     assert isinstance(engine, MicroStepEngine)
     return engine
 

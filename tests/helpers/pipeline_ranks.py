@@ -89,7 +89,7 @@ class Run:
         engine = build_engine(model, resolved, self.dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                               param_groups=decay_groups(model, 0.1))
         if "overflow" in self.options:
-            engine._scale.scale = 2.0 ** 22
+            engine.loss_scale.scale = 2.0 ** 22
         if "untied" in self.options:
             assert isinstance(engine, PipelineEngine)
             engine._engine.module.tied_comms.clear()

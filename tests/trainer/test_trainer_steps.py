@@ -110,7 +110,7 @@ def pairs(windows: np.ndarray) -> list[MicroBatch]:
 
 def overflow_once(session: Session, step: int) -> None:
     """Set a loss scale too large for one step, as in fp16; at step 0, set the limit of the gradient norm."""
-    session.engine._scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == OVERFLOW_STEP else None
+    session.engine.loss_scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == OVERFLOW_STEP else None
     if step == 0:
         session.spikes.restore(msgspec.structs.replace(session.spikes.state(), limit=SPIKE_LIMIT))
 

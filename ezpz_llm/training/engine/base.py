@@ -28,6 +28,8 @@ class Engine(ABC):
     Attributes:
         module: this rank's part of the plain model, whose parameters the engine may have partitioned. Its forward
             pass uses the engine's precision, also if it is called directly.
+        clip: limit of the gradient norm; 0 if gradients are not clipped.
+        loss_scale: loss scale of fp16; None in other precisions.
         skipped_steps: number of steps whose fp16 gradients overflowed; such steps change only the loss scale.
         step_skip: skips steps whose gradient norm is non-finite or above a limit; such steps have no effect.
         masters: fp32 master weights that the optimizer steps; None if the engine does not keep them itself.
@@ -43,22 +45,22 @@ class Engine(ABC):
         self.layout, self.batch = resolved.layout, resolved.batch
         self.step_skip = NonFiniteStepSkipper(dist.device)
         self.skipped_steps = 0
-        self._mesh, self._clip = dist.mesh, resolved.clip
+        self._mesh, self.clip = dist.mesh, resolved.clip
         # This rank's index among the ranks with the same part of the model, and their number.
         self._replica: tuple[int, int] = dist.mesh.place("dp", "sp")
-        self._scale = LossScale(resolved.loss_scale) if RECIPES[resolved.precision].scales_loss else None
+        self.loss_scale = LossScale(resolved.loss_scale) if RECIPES[resolved.precision].scales_loss else None
 
     @property
     def _loss_factor(self) -> float:
         """Loss scale of fp16; 1 in other precisions."""
-        return 1.0 if self._scale is None else self._scale.scale
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def _update_scale(self, norm: Tensor) -> bool:
         """Update the fp16 loss scale from a step's gradient norm; return False if an overflow skips the step."""
-        if self._scale is None:
+        if self.loss_scale is None:
             return True
         finite = bool(torch.isfinite(norm))
-        self._scale.update(finite)
+        self.loss_scale.update(finite)
         self.skipped_steps += not finite
         return finite
 

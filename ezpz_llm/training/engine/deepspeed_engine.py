@@ -74,11 +74,16 @@ class DeepSpeedEngine(MicroStepEngine):
         self._sliced: SlicedOptimizer | None = None
         if isinstance(optimizer, SlicedOptimizer):
             self._sliced = optimizer
-            state = deepspeed_state(self._engine, *self._replica, self._scale)
+            state = deepspeed_state(self._engine, *self._replica, self.loss_scale)
             assert isinstance(state, ZeroState)
             optimizer.bind(state.partitions())
             optimizer = optimizer.inner
         self.step_skip.guard(optimizer, (lambda: gradient_norm(zero)) if self.layout.zero.stage else None)
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's optimizer, which wraps the optimizer that steps."""
+        return self._engine.optimizer
 
     def _release_after_evaluation(self, *_: Any) -> None:
         """Release the parameters of a script that stage 3 keeps for a backward pass, if none follows.
@@ -97,8 +102,8 @@ class DeepSpeedEngine(MicroStepEngine):
         # does not.
         if self.layout.zero.stage == 0:
             loss = loss * self._loss_factor
-        elif self._scale is not None:
-            set_loss_scale(self._engine.optimizer, self._scale.scale)
+        elif self.loss_scale is not None:
+            set_loss_scale(self._engine.optimizer, self.loss_scale.scale)
         self._engine.backward(self._passed_through(loss), retain_graph=retain_graph)
 
     def _passed_through(self, loss: Tensor) -> Tensor:
@@ -166,9 +171,9 @@ class DeepSpeedEngine(MicroStepEngine):
 
     def _step_stage_0(self) -> Tensor:
         """Step in stage 0, for which DeepSpeed computes no norm in fp32: compute the norm here, and clip."""
-        norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self._clip, self._loss_factor)
+        norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self.clip, self._loss_factor)
         self.step_skip.norm = norm
-        if self._scale is not None and not torch.isfinite(norm):
+        if self.loss_scale is not None and not torch.isfinite(norm):
             self._engine.zero_grad()
             return torch.full_like(norm, float("inf"))
         self._engine.step()
@@ -185,7 +190,7 @@ class DeepSpeedEngine(MicroStepEngine):
 
     def training_state(self) -> EngineState:
         """Return slices of DeepSpeed's parameters and optimizer state."""
-        return deepspeed_state(self._engine, *self._replica, self._scale)
+        return deepspeed_state(self._engine, *self._replica, self.loss_scale)
 
 
 def mark_sharded(model: nn.Module) -> None:

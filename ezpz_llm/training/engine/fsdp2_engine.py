@@ -163,12 +163,13 @@ class Fsdp2Engine(TorchEngine):
 
     def _norm_and_clip(self, scale: float) -> Tensor:
         grads = [rows.grad for rows in self._rows.values() if rows.grad is not None]
-        return sharded_norm_and_clip(grads, self.device, self._shard_group, self._optimizer, self._clip, scale)
+        return sharded_norm_and_clip(grads, self.device, self._shard_group, self._optimizer, self.clip, scale)
 
     def training_state(self) -> EngineState:
         """Return slices of parameters and optimizer state, sharded by rows."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._sharded.items()}
-        return _FsdpState(self.module, self._rows, shapes, self._optimizer, self._place, self._copy, self._scale)
+        return _FsdpState(self.module, self._rows, shapes, self._optimizer, self._place, self._copy,
+                          self.loss_scale)
 
 
 def units(model: nn.Module) -> list[nn.Module]:

@@ -89,8 +89,8 @@ class PipelineEngine(Engine):
         """Execute DeepSpeed's schedule for one step, timing instructions; return mean loss and gradient norm."""
         engine = self._engine
         set_lr(engine.optimizer, lr)
-        if self._scale is not None:
-            set_loss_scale(engine.optimizer, self._scale.scale)
+        if self.loss_scale is not None:
+            set_loss_scale(engine.optimizer, self.loss_scale.scale)
         batches = self._keep_tokens(micro_batches)
         engine.set_dataiterator(batches)
         deepspeed_internals.begin_pipeline_step(engine)
@@ -181,7 +181,7 @@ class PipelineEngine(Engine):
 
     def training_state(self) -> EngineState:
         """Return slices of this stage's parameters, with the whole model's shapes so that any layout can load."""
-        state = deepspeed_state(self._engine, *self._replica, self._scale)
+        state = deepspeed_state(self._engine, *self._replica, self.loss_scale)
         state.shapes = parameter_shapes(self.module.config)
         return state
 

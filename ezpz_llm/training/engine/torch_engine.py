@@ -111,8 +111,8 @@ class TorchEngine(MicroStepEngine):
         return norm
 
     def _norm_and_clip(self, scale: float) -> Tensor:
-        return norm_and_clip(self.module, self._mesh, self._optimizer, self._clip, scale, self.masters or {})
+        return norm_and_clip(self.module, self._mesh, self._optimizer, self.clip, scale, self.masters or {})
 
     def training_state(self) -> EngineState:
         """Return the parameters and optimizer state, which are replicated on all ranks."""
-        return TorchState(self.module, self._optimizer, *self._replica, self._scale, self.masters)
+        return TorchState(self.module, self._optimizer, *self._replica, self.loss_scale, self.masters)

@@ -107,7 +107,7 @@ def find_resume_point(options: Options) -> ResumePoint:
         _check_unchanged(given, run, record, steps)
         message = f"{target} is complete, step {steps} of {steps}: nothing is left to do"
         return ResumePoint(options, complete=message)
-    check_data(options, _chosen(given), run, record, state)
+    _check_data(options, _chosen(given), run, record, state)
     note = f"{target} ended before its first checkpoint: the run resumes from {checkpoint}, as that run did"
     return ResumePoint(options, () if is_saved else (note,))
 
@@ -254,7 +254,7 @@ def _is_usable(name: str, saved: Any) -> bool:
     return isinstance(saved, (int, float, str))
 
 
-def check_data(options: Options, chosen: set[str], run: RunDir, record: RunRecord,
+def _check_data(options: Options, chosen: set[str], run: RunDir, record: RunRecord,
                state: State) -> None:
     """Check that corpus, tokenizer and text key select the tokens that the run was trained on.
 

@@ -134,7 +134,7 @@ def _undo_master_updates(engine: Any, dist: Dist) -> None:
 
 def _keep_second_copy(engine: Any, dist: Dist) -> None:
     """Keep hpZ's secondary copy of the parameters valid after the optimizer step."""
-    keep_second_shards(engine._engine.optimizer)
+    keep_second_shards(engine.zero)
 
 
 def _let_copy_drift(engine: Any, dist: Dist) -> None:
@@ -272,7 +272,7 @@ def _change_groups(first: int = 0, **values: Callable[[Any], Any]) -> Callable[[
 
 
 def _scale_up_to_clip(engine: Any, optimizer: Any) -> None:
-    factor = engine._clip / engine.step_skip.norm.item()
+    factor = engine.clip / engine.step_skip.norm.item()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad.mul_(max(1.0, factor))
