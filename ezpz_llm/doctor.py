@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("--json cannot be combined with --build-ops", instead="--build-ops or --json")
         return _build(options.build_ops or list(OPS))
     from ezpz_llm.core.base.records import as_plain
-    from ezpz_llm.verify.check.doctor import run_checks
+    from ezpz_llm.verify.check.doctor.machine import run_checks
     from ezpz_llm.verify.check.findings import DoctorReport, findings_text, is_fit, verdict
 
     findings = run_checks(os.environ)

@@ -14,7 +14,7 @@ from ezpz_llm.core.base import UserError, run_command
 from ezpz_llm.core.base.command_parser import CommandParser
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.launcher.basics.ranks import find_rank
-from ezpz_llm.verify.check.endpoint import Endpoint, rendezvous_point, shared_secret
+from ezpz_llm.verify.check.preflight.endpoint import Endpoint, rendezvous_point, shared_secret
 
 LIMIT_S = 60.0
 
@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
     run_dir = RunDir(Path(given).absolute()) if given else default_run_dir("preflight")
     rendezvous = Endpoint(address, port, shared_secret(os.environ, run_dir))
     if info.rank == 0:
-        from ezpz_llm.verify.check.coordinator import run_coordinator
+        from ezpz_llm.verify.check.preflight.coordinator import run_coordinator
 
         return run_coordinator(info, os.environ, run_dir.create(), rendezvous, options.limit)
-    from ezpz_llm.verify.check.client import run_client
+    from ezpz_llm.verify.check.preflight.client import run_client
 
     return run_client(info, os.environ, run_dir, rendezvous, options.limit)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ezpz_llm.core.base import run_command
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.launcher.basics.ranks import find_rank
-from ezpz_llm.verify.test_dist.options import check, parser, reject_used_directory
+from ezpz_llm.verify.check.test_dist.options import check, parser, reject_used_directory
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     import torch  # noqa: F401 (its import is timed)
 
     import_seconds = {"torch": time.perf_counter() - began_import}
-    from ezpz_llm.verify.test_dist.run import run
+    from ezpz_llm.verify.check.test_dist.run import run
 
     return run(options, resolved, import_seconds, began)
 

@@ -144,7 +144,7 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "init_process_group": _after(_ranks), "destroy_process_group": _after(lambda: ALONE)},
 }
 """Decorators by module and function. They apply before another module can import the function."""
-_STARTS = tuple(f"ezpz_llm.{package}"
+_STARTS = tuple(f"ezpz_llm.training.{package}"
                 for package in ("engine", "model", "dist", "checkpoint", "data", "evaluate", "layout"))
 
 

@@ -24,7 +24,7 @@ PACKAGES = {
     "launcher": ("basics", "jobs", "planning", "on_nodes", "diagnosis", "running", "submit"),
     "training": ("dist", "data", "observe", "report", "model", "layout", "engine", "checkpoint", "hf", "evaluate",
                  "library", "trainer"),
-    "verify": ("check", "test_dist", "certify", "explain", "scaling"),
+    "verify": ("check", "certify", "explain", "scaling"),
 }
 """The four packages and their folders. Each folder imports only itself and folders before it."""
 FOLDERS = [f"{package}/{folder}" for package, folders in PACKAGES.items() for folder in folders]

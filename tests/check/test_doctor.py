@@ -17,7 +17,7 @@ from ezpz_llm.core.base import count_noun
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.launcher.basics.devices import Devices
 from ezpz_llm.training.layout import ops
-from ezpz_llm.verify.check import doctor, software
+from ezpz_llm.verify.check.doctor import machine as doctor, software
 
 
 def run_doctor(*words: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:

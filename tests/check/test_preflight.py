@@ -13,13 +13,13 @@ from slowness import scaled
 
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.rundir.records import Finding
-from ezpz_llm.verify.check.coordinator import link_groups, node_groups, ring_rounds
 from ezpz_llm.verify.check.facts import ConnectedRank, Facts, Network
 from ezpz_llm.verify.check.node_facts import network_family, read_network
-from ezpz_llm.verify.check.report import Report, as_text, split_common_members
-from ezpz_llm.verify.check.rules import Gathered, apply_rules
-from ezpz_llm.verify.check.rules.gathered import Unreached, format_rate, node_ranges
-from ezpz_llm.verify.check.rules.network import link_rates, outliers
+from ezpz_llm.verify.check.preflight.coordinator import link_groups, node_groups, ring_rounds
+from ezpz_llm.verify.check.preflight.report import Report, as_text, split_common_members
+from ezpz_llm.verify.check.preflight.rules import Gathered, apply_rules
+from ezpz_llm.verify.check.preflight.rules.gathered import Unreached, format_rate, node_ranges
+from ezpz_llm.verify.check.preflight.rules.network import link_rates, outliers
 
 GIB = 2**30
 

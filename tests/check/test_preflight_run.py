@@ -22,14 +22,23 @@ from slowness import scaled
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.verify.check.client import connect, connect_and_serve, read_unreached
-from ezpz_llm.verify.check.endpoint import Endpoint, rendezvous_point
 from ezpz_llm.verify.check.facts import Compute, Facts, Mpi, Ready, Reduction, find_answer
-from ezpz_llm.verify.check.measurements import Worker
-from ezpz_llm.verify.check.messages import CLOCK, FACTS, Introduction, Reply, Request, authenticate, receive, send
 from ezpz_llm.verify.check.node_facts import addresses, gather_facts, used_interfaces
-from ezpz_llm.verify.check.rules.gathered import Unreached
-from ezpz_llm.verify.check.server import PreflightServer
+from ezpz_llm.verify.check.preflight.client import connect, connect_and_serve, read_unreached
+from ezpz_llm.verify.check.preflight.endpoint import Endpoint, rendezvous_point
+from ezpz_llm.verify.check.preflight.measurements import Worker
+from ezpz_llm.verify.check.preflight.messages import (
+    CLOCK,
+    FACTS,
+    Introduction,
+    Reply,
+    Request,
+    authenticate,
+    receive,
+    send,
+)
+from ezpz_llm.verify.check.preflight.rules.gathered import Unreached
+from ezpz_llm.verify.check.preflight.server import PreflightServer
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
 SECRET = bytes(range(32))
@@ -247,7 +256,7 @@ def _drip(peer: socket.socket) -> None:
 def test_another_program_on_the_port_learns_nothing_and_does_not_block_a_rank(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is silent, sends a byte every 20 ms, echoes, sends garbage, or is rank 0 of another run."""
-    monkeypatch.setattr("ezpz_llm.verify.check.messages.AUTHENTICATE_S", 0.3)
+    monkeypatch.setattr("ezpz_llm.verify.check.preflight.messages.AUTHENTICATE_S", 0.3)
     heard: list[bytes] = []
     programs: dict[str, Callable[[socket.socket], object]] = {
         "silent": lambda peer: _record(heard, peer), "drip": _drip, "echo": lambda peer: _pump(peer, peer),

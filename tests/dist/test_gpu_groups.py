@@ -15,8 +15,8 @@ from ezpz_llm.launcher.basics.ranks import ALONE
 from ezpz_llm.training.dist.mesh import Degrees, Mesh
 from ezpz_llm.training.dist.setup import Dist
 from ezpz_llm.training.trainer import device_copy
-from ezpz_llm.verify.check.measurements import Worker
-from ezpz_llm.verify.check.messages import Request
+from ezpz_llm.verify.check.preflight.measurements import Worker
+from ezpz_llm.verify.check.preflight.messages import Request
 
 GPU = torch.device("cuda", 1)
 HALF_AN_HOUR = datetime.timedelta(minutes=30)

@@ -215,7 +215,7 @@ def _run(rng: Random, folder: Path, files: dict[str, Any]) -> RunDir:
 @kind
 def board(rng: Random, folder: Path) -> object:
     """Receive a message of a preflight's rank or rank 0."""
-    from ezpz_llm.verify.check.messages import Introduction, Reply, Request, receive
+    from ezpz_llm.verify.check.preflight.messages import Introduction, Reply, Request, receive
 
     message, kind = rng.choice([({"rank": 1, "host": "n1"}, Introduction), ({"stage": "mpi", "group": ""}, Request),
                                 ({"stage": "ready", "answer": {"device": {}}}, Reply)])

@@ -21,8 +21,8 @@ from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist import Dist
-from ezpz_llm.verify.test_dist.options import check, parser
-from ezpz_llm.verify.test_dist.reductions import ACROSS, MAX_PAIRS, SAME, measure_reductions, pair_up
+from ezpz_llm.verify.check.test_dist.options import check, parser
+from ezpz_llm.verify.check.test_dist.reductions import ACROSS, MAX_PAIRS, SAME, measure_reductions, pair_up
 
 COMMAND = ["-m", "ezpz_llm.test_dist"]
 ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()
@@ -34,7 +34,7 @@ PLOTS = {"loss.txt", "sps.txt", "dt.txt", "dtf.txt", "dtb.txt"}
 FAULTY_RANK = """
 import sys, torch, torch.distributed as dist
 from ezpz_llm.core.base.errors import run_command
-from ezpz_llm.verify.test_dist import run
+from ezpz_llm.verify.check.test_dist import run
 from ezpz_llm.test_dist import main
 original, measured = dist.all_reduce, run.held_out_loss
 def faulty(tensor, *args, **kwargs):

@@ -20,9 +20,9 @@ from typing import IO, cast
 from ezpz_llm.core.base import UserError
 from ezpz_llm.launcher.basics.cleanup import die_with_parent
 from ezpz_llm.verify.check.facts import Failed, Measurement, Network
-from ezpz_llm.verify.check.messages import END, Reply, Request, receive, send
 from ezpz_llm.verify.check.node_facts import first_line, is_about_network, read_network
-from ezpz_llm.verify.check.rules.gathered import MPI
+from ezpz_llm.verify.check.preflight.messages import END, Reply, Request, receive, send
+from ezpz_llm.verify.check.preflight.rules.gathered import MPI
 
 _EXIT_WITHIN_S = 3.0
 _KEPT_LINES = 6
@@ -38,7 +38,7 @@ class MeasuringProcess:
         os.set_inheritable(inherited.fileno(), True)
         # Other descriptors stay open too, because MPI needs the descriptor that its launcher passed to the rank.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ezpz_llm.verify.check.measuring_process", str(inherited.fileno())],
+            [sys.executable, "-m", "ezpz_llm.verify.check.preflight.measuring_process", str(inherited.fileno())],
             close_fds=False, env=_logging_environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT)
         inherited.close()
@@ -105,7 +105,7 @@ def main() -> None:
         try:
             if worker is None:
                 # Imports torch, whose failure is a result of the check.
-                from ezpz_llm.verify.check.measurements import Worker
+                from ezpz_llm.verify.check.preflight.measurements import Worker
 
                 worker = Worker()
             answer: Measurement = worker.measure(request)

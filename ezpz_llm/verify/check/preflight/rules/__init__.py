@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ezpz_llm.core.rundir.records import Finding
-from ezpz_llm.verify.check.rules import network, nodes
-from ezpz_llm.verify.check.rules.gathered import Gathered
+from ezpz_llm.verify.check.preflight.rules import network, nodes
+from ezpz_llm.verify.check.preflight.rules.gathered import Gathered
 
 _RULES = (*nodes.RANK_RULES, *network.REACH_RULES, *nodes.NODE_RULES, *network.LINK_RULES)
 

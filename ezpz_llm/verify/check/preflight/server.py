@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 
 from ezpz_llm.core.base import UserError, escape_control_characters
 from ezpz_llm.launcher.basics.addresses import describe_port_holder, listen, local_address
-from ezpz_llm.verify.check.endpoint import Endpoint, candidate_ports
 from ezpz_llm.verify.check.facts import Facts, Measurement
-from ezpz_llm.verify.check.messages import (
+from ezpz_llm.verify.check.preflight.endpoint import Endpoint, candidate_ports
+from ezpz_llm.verify.check.preflight.messages import (
     CLOCK,
     END,
     FACTS,

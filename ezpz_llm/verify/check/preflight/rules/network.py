@@ -14,7 +14,7 @@ from ezpz_llm.launcher.basics.hostlist import rank_ranges
 from ezpz_llm.verify.check.facts import Compute, Facts, Failed, Network, Reduction
 from ezpz_llm.verify.check.findings import Level
 from ezpz_llm.verify.check.node_facts import network_family
-from ezpz_llm.verify.check.rules.gathered import (
+from ezpz_llm.verify.check.preflight.rules.gathered import (
     COMPUTE,
     LINK,
     NODE,

@@ -20,14 +20,14 @@ from ezpz_llm.launcher.basics.hostlist import fold_numbers
 from ezpz_llm.training.observe.tables import table
 from ezpz_llm.verify.check.facts import Compute, Facts, Mpi, Network, Reduction, find_answer
 from ezpz_llm.verify.check.findings import findings_text, is_fit, verdict
-from ezpz_llm.verify.check.rules import Gathered
-from ezpz_llm.verify.check.rules.gathered import (
+from ezpz_llm.verify.check.preflight.rules import Gathered
+from ezpz_llm.verify.check.preflight.rules.gathered import (
     NODE,
     Unreached,
     format_bytes,
     format_rate,
 )
-from ezpz_llm.verify.check.rules.network import link_rates, used_interfaces
+from ezpz_llm.verify.check.preflight.rules.network import link_rates, used_interfaces
 
 _MAX_ROWS = 24
 """Maximum number of nodes in the table. A longer table omits the nodes in the middle."""

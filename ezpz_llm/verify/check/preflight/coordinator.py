@@ -18,15 +18,15 @@ from ezpz_llm.core.rundir.records import Launch, read_record
 from ezpz_llm.launcher.basics.addresses import is_loopback
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.launcher.planning.sites import find_site
-from ezpz_llm.verify.check.client import connect_and_serve, read_unreached, unreached_files
-from ezpz_llm.verify.check.endpoint import Endpoint
 from ezpz_llm.verify.check.facts import ConnectedRank, Ready, StoreLocation, find_answer
 from ezpz_llm.verify.check.findings import is_fit
-from ezpz_llm.verify.check.messages import CLOCK, Request
-from ezpz_llm.verify.check.report import Report, as_text, report_path, write_report
-from ezpz_llm.verify.check.rules import Gathered, apply_rules
-from ezpz_llm.verify.check.rules.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
-from ezpz_llm.verify.check.server import Member, PreflightServer
+from ezpz_llm.verify.check.preflight.client import connect_and_serve, read_unreached, unreached_files
+from ezpz_llm.verify.check.preflight.endpoint import Endpoint
+from ezpz_llm.verify.check.preflight.messages import CLOCK, Request
+from ezpz_llm.verify.check.preflight.report import Report, as_text, report_path, write_report
+from ezpz_llm.verify.check.preflight.rules import Gathered, apply_rules
+from ezpz_llm.verify.check.preflight.rules.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
+from ezpz_llm.verify.check.preflight.server import Member, PreflightServer
 
 # Fractions of the time limit at which stages end at the latest, and maximum seconds of short stages.
 _FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96

@@ -11,7 +11,7 @@ from ezpz_llm.launcher.basics.hostlist import fold_numbers, rank_ranges
 from ezpz_llm.launcher.basics.hostnames import NodeNames
 from ezpz_llm.verify.check.facts import Facts, Failed, Mpi, Ready, find_answer
 from ezpz_llm.verify.check.findings import Level
-from ezpz_llm.verify.check.rules.gathered import (
+from ezpz_llm.verify.check.preflight.rules.gathered import (
     MPI,
     READY,
     Gathered,

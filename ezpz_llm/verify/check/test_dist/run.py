@@ -40,8 +40,8 @@ from ezpz_llm.training.observe.history import spread
 from ezpz_llm.training.observe.tables import table
 from ezpz_llm.training.observe.terminal import terminal_width
 from ezpz_llm.verify.check.findings import findings_text, is_fit, verdict
-from ezpz_llm.verify.test_dist.options import reject_used_directory
-from ezpz_llm.verify.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
+from ezpz_llm.verify.check.test_dist.options import reject_used_directory
+from ezpz_llm.verify.check.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
 
 _LEGEND = """
 loss: mean squared error over all ranks' samples; sps: samples per second over all ranks;

@@ -17,9 +17,10 @@ from ezpz_llm.core.base.records import as_plain, as_record
 from ezpz_llm.core.rundir import RunDir, write_json
 from ezpz_llm.launcher.basics.addresses import resolve
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.verify.check.endpoint import Endpoint, candidate_ports
-from ezpz_llm.verify.check.measuring_process import MeasuringProcess
-from ezpz_llm.verify.check.messages import (
+from ezpz_llm.verify.check.node_facts import gather_facts, route_to
+from ezpz_llm.verify.check.preflight.endpoint import Endpoint, candidate_ports
+from ezpz_llm.verify.check.preflight.measuring_process import MeasuringProcess
+from ezpz_llm.verify.check.preflight.messages import (
     CLOCK,
     END,
     FACTS,
@@ -30,9 +31,8 @@ from ezpz_llm.verify.check.messages import (
     receive,
     send,
 )
-from ezpz_llm.verify.check.node_facts import gather_facts, route_to
-from ezpz_llm.verify.check.report import report_path
-from ezpz_llm.verify.check.rules.gathered import NETWORK, Unreached
+from ezpz_llm.verify.check.preflight.report import report_path
+from ezpz_llm.verify.check.preflight.rules.gathered import NETWORK, Unreached
 
 _CONNECT_TIMEOUT_S = 2.0
 _REPORT_UNREACHED_AFTER_S = 8.0

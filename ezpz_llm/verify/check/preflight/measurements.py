@@ -21,8 +21,8 @@ from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.device import choose_device, device_identity, synchronize
 from ezpz_llm.training.dist.rendezvous import new_name, node_folder
 from ezpz_llm.verify.check.facts import Compute, Device, Measurement, Mpi, Ready, Reduction, StoreLocation
-from ezpz_llm.verify.check.messages import Request
 from ezpz_llm.verify.check.node_facts import addresses, first_line, used_interfaces
+from ezpz_llm.verify.check.preflight.messages import Request
 
 _WINDOWS, _WINDOW_S = 3, 0.25
 _CPU_MATRIX, _ACCELERATOR_MATRIX = 384, 4096

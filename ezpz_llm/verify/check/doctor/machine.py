@@ -18,12 +18,12 @@ from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.launcher.jobs.schedulers import find_allocation, local, schedulers
 from ezpz_llm.launcher.planning.dialects import choose_launcher
 from ezpz_llm.launcher.planning.sites import find_site
-from ezpz_llm.verify.check import software
+from ezpz_llm.verify.check.doctor import software
 from ezpz_llm.verify.check.findings import first_problem
 from ezpz_llm.verify.check.node_facts import file_system_space, gather_facts, numa_domains
-from ezpz_llm.verify.check.rules.gathered import Gathered, format_bytes
-from ezpz_llm.verify.check.rules.network import missing_interfaces
-from ezpz_llm.verify.check.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
+from ezpz_llm.verify.check.preflight.rules.gathered import Gathered, format_bytes
+from ezpz_llm.verify.check.preflight.rules.network import missing_interfaces
+from ezpz_llm.verify.check.preflight.rules.nodes import MIN_MEMORY_PER_RANK, MIN_SHARED_MEMORY, MIN_TEMPORARY_SPACE
 
 
 def run_checks(env: Mapping[str, str]) -> list[Finding]:

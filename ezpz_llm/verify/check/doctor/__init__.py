@@ -1,0 +1,1 @@
+"""Checks of this machine for `ezpz-llm doctor`."""
