@@ -8,7 +8,7 @@ from __future__ import annotations
 
 REASONS = {
     "": (
-        "data/samples.py:*", "data/shards.py:Mixture.*", "data/shards.py:TokenStream.*",
+        "data/samples.py:*", "data/sample_order.py:*", "data/shards.py:Mixture.*", "data/shards.py:TokenStream.*",
         "data/shards.py:TokenData.split:*", "data/shards.py:TokenData._stream:*",
         "data/shards.py:samples_per_block:*", "engine/deepspeed_state.py:ZeroState.stepped:*",
         "engine/fsdp2_engine.py:_FsdpState.*", "evaluate/generation.py:generate:*",
@@ -89,10 +89,10 @@ REASONS = {
         "engine/deepspeed_groups.py:*",
     ),
     "norms by decay group, a metric: tests/engine": (
-        "engine/gradients.py:GroupNorms.*", "engine/gradients.py:_every:*", "engine/gradients.py:_slices:*",
-        "engine/gradients.py:_group:*", "engine/gradients.py:*:self._measuring*",
-        "engine/gradients.py:NonFiniteStepSkipper.measured:*",
-        "engine/gradients.py:NonFiniteStepSkipper.call_at_step:*",
+        "engine/group_norms.py:*",
+        "engine/step_skip.py:*:self._measuring*",
+        "engine/step_skip.py:NonFiniteStepSkipper.measured:*",
+        "engine/step_skip.py:NonFiniteStepSkipper.call_at_step:*",
     ),
     "one process": (
         "engine/torch_engine.py:TorchEngine._make_reducer:*",

@@ -96,8 +96,8 @@ def _export(options: argparse.Namespace) -> int:
     folder = find_folder(options.source, "SOURCE")
     if not options.shard_gb > 0:
         raise UserError(f"--shard-gb is {options.shard_gb:g}", where="--shard-gb", instead="more than 0")
+    from ezpz_llm.training.hf.export import export
     from ezpz_llm.training.hf.script_export import export_script
-    from ezpz_llm.training.hf.weights import export
 
     state, out, shard_bytes = script_state(folder), options.out.expanduser().absolute(), options.shard_gb * 1e9
     if state is not None:

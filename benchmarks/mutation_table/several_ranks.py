@@ -19,6 +19,7 @@ FSDP2 = "ezpz_llm/training/engine/fsdp2_engine.py"
 GENERATION = "ezpz_llm/training/evaluate/generation.py"
 GPT = "ezpz_llm/training/model/gpt.py"
 GRADIENTS = "ezpz_llm/training/engine/gradients.py"
+STEP_SKIP = "ezpz_llm/training/engine/step_skip.py"
 GROUPS = "ezpz_llm/training/dist/groups.py"
 HELLASWAG = "ezpz_llm/training/evaluate/hellaswag.py"
 INTERNALS = "ezpz_llm/training/dist/deepspeed_internals.py"
@@ -41,6 +42,7 @@ TENSOR_SUMS = "ezpz_llm/training/model/tp_collectives.py"
 TORCH = "ezpz_llm/training/engine/torch_engine.py"
 ULYSSES = "ezpz_llm/training/engine/sequence_parallel.py"
 VALIDATION = "ezpz_llm/training/evaluate/validation.py"
+SAMPLING = "ezpz_llm/training/evaluate/sampling.py"
 WRITER = "ezpz_llm/training/checkpoint/writer.py"
 
 DAMAGED = "tests/checkpoint/test_checkpoint_disasters.py::test_a_run_resumes_before_a_damaged_checkpoint"
@@ -153,10 +155,10 @@ FAULTS = (
           "any(piece.replicas > 1 ", MUON_FOUR, "Muon"),
     Fault("owners-in-other-replicas", "pp", MESH, 'self.degrees.peers(rank, "dp", "sp", "tp")',
           'self.degrees.peers(rank, "tp")', MUON_FOUR, "Muon"),
-    Fault("unfused-step-with-nan", "optimizer", GRADIENTS,
+    Fault("unfused-step-with-nan", "optimizer", STEP_SKIP,
           "self._removed.append((parameter, parameter.grad))\n                    parameter.grad = None",
           "self._removed.append((parameter, parameter.grad))", MUON_TWO, "Muon, a skipped step"),
-    Fault("limit-of-the-norm-unused", "clipping", GRADIENTS,
+    Fault("limit-of-the-norm-unused", "clipping", STEP_SKIP,
           "(norm, device=self._device) <= min(self.limit, torch.finfo(torch.float32).max)",
           "(norm, device=self._device) <= torch.finfo(torch.float32).max", case("zero1", 2),
           "a norm above the limit of the spike detector"),
@@ -228,7 +230,7 @@ FAULTS = (
           "windows.batches(options.batch, dist.rank, dist.world_size)",
           "tests/evaluate/test_evaluate_commands.py::test_two_tensor_parallel_ranks_measure_and_draw_the_same",
           "evaluate val on tensor-parallel ranks"),
-    Fault("padding-tokens-drawn", "evaluation", VALIDATION,
+    Fault("padding-tokens-drawn", "evaluation", SAMPLING,
           "next_logits(ids[:, -block_size:])[:, :vocab_size].float()",
           "next_logits(ids[:, -block_size:]).float()",
           "tests/evaluate/test_evaluate_sampling.py::test_padded_ids_are_never_drawn",

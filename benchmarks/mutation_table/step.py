@@ -12,6 +12,7 @@ DOCUMENTS = "ezpz_llm/training/model/document_mask.py"
 EMBEDDING = "ezpz_llm/training/model/embedding.py"
 GPT = "ezpz_llm/training/model/gpt.py"
 GRADIENTS = "ezpz_llm/training/engine/gradients.py"
+STEP_SKIP = "ezpz_llm/training/engine/step_skip.py"
 INIT = "ezpz_llm/training/model/init.py"
 LOSS = "ezpz_llm/training/model/loss.py"
 REDUCER = "ezpz_llm/training/engine/gradient_reducer.py"
@@ -182,7 +183,7 @@ FAULTS = (
           "norm = norm / loss_scale\n    _scale_gradients(", "_scale_gradients(", CLIPPED),
     Fault("loss-scale-kept-by-clipping", "clipping", GRADIENTS, ".clamp(min=1.0) * loss_scale", ".clamp(min=1.0)",
           CLIPPED),
-    Fault("steps-of-nan-are-made", "clipping", GRADIENTS, "torch.finfo(torch.float32).max))",
+    Fault("steps-of-nan-are-made", "clipping", STEP_SKIP, "torch.finfo(torch.float32).max))",
           "torch.finfo(torch.float32).max)) & False", NAN_STEP),
     Fault("betas-swapped", "optimizer", BUILD, '"betas": betas', '"betas": betas[::-1]', GPT2),
     Fault("beta2-of-torch", "optimizer", BUILD, '"betas": betas', '"betas": (betas[0], 0.999)', GPT2),

@@ -23,6 +23,7 @@ RECIPES = "ezpz_llm/training/layout/precision_recipes.py"
 RESOLVE = "ezpz_llm/training/layout/resolve.py"
 RETENTION = "ezpz_llm/training/checkpoint/retention.py"
 SAMPLES = "ezpz_llm/training/data/samples.py"
+SAMPLE_ORDER = "ezpz_llm/training/data/sample_order.py"
 SAVER = "ezpz_llm/training/checkpoint/saver.py"
 SCHEDULE = "ezpz_llm/training/trainer/schedule.py"
 SHARDS = "ezpz_llm/training/data/shards.py"
@@ -111,10 +112,10 @@ FAULTS = (
     Fault("every-epoch-alike", "data reader", SAMPLES, "    key = keys(seed, epochs)\n",
           "    key = keys(seed, 0 * epochs)\n",
           ORDERS),
-    Fault("seed-unused", "data reader", SAMPLES, "mix(np.array([(seed + _GOLDEN) & _WORD], np.uint64))",
+    Fault("seed-unused", "data reader", SAMPLE_ORDER, "mix(np.array([(seed + _GOLDEN) & _WORD], np.uint64))",
           "mix(np.array([_GOLDEN & _WORD], np.uint64))",
           ORDERS),
-    Fault("shuffle-repeats", "data reader", SAMPLES,
+    Fault("shuffle-repeats", "data reader", SAMPLE_ORDER,
           "while (outside := np.flatnonzero(values >= np.uint64(n))).size:",
           "while (outside := np.flatnonzero(values > np.uint64(n))).size:",
           SHUFFLE),
@@ -124,12 +125,12 @@ FAULTS = (
     Fault("lost-between-shards", "data reader", SHARDS, "start = int(self._starts[first + 1])",
           "start = int(self._starts[first + 1]) + 1",
           SAMPLES_OF_A_STEP),
-    Fault("mixture-repeats-its-first-block", "data reader", SAMPLES,
+    Fault("mixture-repeats-its-first-block", "data reader", SAMPLE_ORDER,
           "return stream_indices, blocks * np.asarray(counts)[stream_indices] + values - begins[stream_indices]",
           "return stream_indices, values - begins[stream_indices]",
           STREAMS),
-    Fault("streams-in-one-order", "data reader", SAMPLES, "return seed + part * 0x9E3779B97F4A7C15", "return seed",
-          STREAM_ORDERS),
+    Fault("streams-in-one-order", "data reader", SAMPLE_ORDER,
+          "return seed + part * 0x9E3779B97F4A7C15", "return seed", STREAM_ORDERS),
     Fault("run-repeats-its-first-samples", "data reader", LOOP, "arrays = batches.micro_batches(consumed)",
           "arrays = batches.micro_batches(0)",
           RUN),

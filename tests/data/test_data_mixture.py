@@ -13,14 +13,8 @@ from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.training.data.manifest import verify
 from ezpz_llm.training.data.mixture import find_mixture
 from ezpz_llm.training.data.prepare import check_corpus, prepare
-from ezpz_llm.training.data.samples import (
-    IGNORED,
-    Batches,
-    ValidationWindows,
-    draw_streams,
-    sample_windows,
-    stream_offsets,
-)
+from ezpz_llm.training.data.sample_order import draw_streams
+from ezpz_llm.training.data.samples import IGNORED, Batches, ValidationWindows, sample_windows, stream_offsets
 from ezpz_llm.training.data.shards import BLOCK, Mixture, TokenData, TokenStream, samples_per_block
 from ezpz_llm.training.data.tokenize_corpus import entropy
 

@@ -11,15 +11,8 @@ from launch_runs import cpu_seconds
 from slowness import scaled
 
 from ezpz_llm.core.base.errors import UserError
-from ezpz_llm.training.data.samples import (
-    IGNORED,
-    Batches,
-    ValidationWindows,
-    keys,
-    permute,
-    sample_windows,
-    windows_per_epoch,
-)
+from ezpz_llm.training.data.sample_order import keys, permute
+from ezpz_llm.training.data.samples import IGNORED, Batches, ValidationWindows, sample_windows, windows_per_epoch
 from ezpz_llm.training.data.shards import TokenStream
 
 

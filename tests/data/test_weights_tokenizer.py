@@ -37,9 +37,9 @@ from ezpz_llm.training.data.tokenizers import (
     to_entry,
 )
 from ezpz_llm.training.hf.config import stored_tensors, to_hf
+from ezpz_llm.training.hf.export import export
 from ezpz_llm.training.hf.source import find_source
 from ezpz_llm.training.hf.tokenizer import tokenizer_of, write_tokenizer
-from ezpz_llm.training.hf.weights import export
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.trainer.options import parse
 from ezpz_llm.training.trainer.plan import RunPlan, check_run

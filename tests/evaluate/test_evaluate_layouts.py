@@ -22,9 +22,9 @@ from places import HELPERS
 from slowness import scaled
 from torch.nn import functional
 
-from ezpz_llm.training.evaluate.validation import sample
+from ezpz_llm.training.evaluate.sampling import sample
+from ezpz_llm.training.hf.export import export
 from ezpz_llm.training.hf.source import find_source
-from ezpz_llm.training.hf.weights import export
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ezpz_llm.core.base import UserError
-from ezpz_llm.training.evaluate.validation import sample
+from ezpz_llm.training.evaluate.sampling import sample
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.init import init_weights

@@ -27,7 +27,8 @@ from ezpz_llm.training.dist.setup import setup
 from ezpz_llm.training.evaluate.generation import generate
 from ezpz_llm.training.evaluate.hellaswag import read_items, score
 from ezpz_llm.training.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
-from ezpz_llm.training.evaluate.validation import sample, validation_loss
+from ezpz_llm.training.evaluate.sampling import sample
+from ezpz_llm.training.evaluate.validation import validation_loss
 
 BLOCK, MICRO_BATCH, SEQUENCES = 64, 2, 10
 PROMPT = (72, 101, 108, 108, 111)

@@ -24,9 +24,10 @@ from ezpz_llm.training.dist import Degrees, Dist, Mesh
 from ezpz_llm.training.engine.build import build_engine
 from ezpz_llm.training.hf import config
 from ezpz_llm.training.hf.config import from_hf, stored_tensors, to_hf
+from ezpz_llm.training.hf.export import export
 from ezpz_llm.training.hf.source import find_source, with_model_changes
 from ezpz_llm.training.hf.tokenizer import write_tokenizer
-from ezpz_llm.training.hf.weights import export, open_weights
+from ezpz_llm.training.hf.weights import open_weights
 from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.model.config import HEAD, MODELS, TABLE, ModelConfig, get_model_config
 from ezpz_llm.training.model.gpt import GPT

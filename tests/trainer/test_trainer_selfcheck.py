@@ -10,7 +10,7 @@ import torch
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
 from ezpz_llm.core.rundir.records import read_record
-from ezpz_llm.training.engine import build, gradients
+from ezpz_llm.training.engine import build, group_norms
 from ezpz_llm.training.engine.precision import autocast_forward, parameter_dtype
 from ezpz_llm.training.layout.layout import Layout
 from ezpz_llm.training.layout.memory import Pass, activation_bytes, block_bytes
@@ -74,12 +74,12 @@ def test_an_optimizer_of_other_parameters_ends_the_run(tmp_path, monkeypatch):
 
 def test_an_optimizer_that_forgets_a_tensor_ends_the_run(tmp_path, monkeypatch):
     """Hide a tensor from the optimizer, as if it were frozen by mistake."""
-    inner = gradients.GroupNorms._pieces
+    inner = group_norms.GroupNorms._pieces
 
     def without_last(self, parameter, group):
         return [] if parameter is group["params"][-1] else inner(self, parameter, group)
 
-    monkeypatch.setattr(gradients.GroupNorms, "_pieces", without_last)
+    monkeypatch.setattr(group_norms.GroupNorms, "_pieces", without_last)
     monkeypatch.setattr(selfcheck, "check_reached", lambda without, is_new: [])
     with pytest.raises(UserError, match="the optimizer steps 104,448 parameters that decay"):
         train(tmp_path / "run", "--steps", "2")

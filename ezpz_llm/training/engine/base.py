@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ezpz_llm.training.dist import Dist
-from ezpz_llm.training.engine.gradients import NonFiniteStepSkipper
 from ezpz_llm.training.engine.masters import MasterWeights
 from ezpz_llm.training.engine.optimizer_state import EngineState
 from ezpz_llm.training.engine.precision import LossScale
+from ezpz_llm.training.engine.step_skip import NonFiniteStepSkipper
 from ezpz_llm.training.layout.precision_recipes import RECIPES
 from ezpz_llm.training.layout.resolve import Resolved
 

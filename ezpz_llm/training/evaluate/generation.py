@@ -76,7 +76,7 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
     """Return the generated texts, each including the prompt. Every rank returns the same list. Collective."""
     import torch
 
-    from ezpz_llm.training.evaluate.validation import sample
+    from ezpz_llm.training.evaluate.sampling import sample
 
     engine = open_model(plan, dist)
     tokens = torch.tensor(prompt.tolist(), device=engine.device)

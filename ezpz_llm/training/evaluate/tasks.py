@@ -203,7 +203,8 @@ def _model_folder(source: Source, dist: Dist) -> Path:
     """Return a folder that transformers loads; export a checkpoint into the run directory."""
     if source.kind == "hf":
         return source.folder
-    from ezpz_llm.training.hf.weights import NO_TOKENIZER, export
+    from ezpz_llm.training.hf.export import export
+    from ezpz_llm.training.hf.weights import NO_TOKENIZER
 
     exported = export(source, dist.run_dir.path / "hf")
     if note := next((note for note in exported.notes if note.startswith(NO_TOKENIZER)), None):

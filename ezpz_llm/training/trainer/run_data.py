@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ezpz_llm.training.data.samples import Batches, ValidationWindows, mix
+from ezpz_llm.training.data.sample_order import mix
+from ezpz_llm.training.data.samples import Batches, ValidationWindows
 from ezpz_llm.training.data.shards import TokenData
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.dist.agreement import all_reduce

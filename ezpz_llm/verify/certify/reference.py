@@ -31,7 +31,8 @@ from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.engine.build import assemble, build_engine
 from ezpz_llm.training.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.training.engine.optimizer_state import Slice, owned_parts
-from ezpz_llm.training.evaluate.validation import sample, validation_loss
+from ezpz_llm.training.evaluate.sampling import sample
+from ezpz_llm.training.evaluate.validation import validation_loss
 from ezpz_llm.training.layout.ds_defaults import uses_nvme
 from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.training.model.compile import recompute_blocks

@@ -12,7 +12,7 @@ from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.dist.agreement import all_gather, all_reduce
 from ezpz_llm.training.engine.base import Engine
-from ezpz_llm.training.engine.gradients import GroupNorms
+from ezpz_llm.training.engine.group_norms import GroupNorms
 from ezpz_llm.training.model.config import ModelConfig
 from ezpz_llm.training.model.init import decay_counts, initial_std
 from ezpz_llm.training.model.parameters import parameter_shapes

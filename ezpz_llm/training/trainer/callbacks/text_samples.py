@@ -10,7 +10,7 @@ from ezpz_llm.training.data.prompts import encode_prompt
 from ezpz_llm.training.data.shards import TokenData
 from ezpz_llm.training.dist.seeds import seed_for
 from ezpz_llm.training.engine.base import Engine
-from ezpz_llm.training.evaluate.validation import sample
+from ezpz_llm.training.evaluate.sampling import sample
 from ezpz_llm.training.trainer.callbacks.callback import Callback, CallbackContext
 from ezpz_llm.training.trainer.config import TrainConfig
 from ezpz_llm.training.trainer.plan import RunPlan
