@@ -4,6 +4,7 @@ only in `ezpz_llm.core.base.untrusted_input`, private names of other libraries, 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -347,6 +348,12 @@ def test_a_package_uses_no_private_names_of_another():
     assert foreign_privates_in("engine._clip", {"_mine"}, {"_clip"}) == [(1, "_clip")]
     assert foreign_privates_in("from ezpz_llm.training.engine import _clip", set(), {"_clip"}) == [(1, "_clip")]
     assert not foreign_privates_in("self._clip, engine._mine", {"_mine"}, {"_clip", "_mine"})
+
+
+@pytest.mark.parametrize("package", ["", ".core.base", ".training.dist", ".training.observe", ".training.checkpoint"])
+def test_names_that_are_loaded_on_first_use_exist(package):
+    module = importlib.import_module(f"ezpz_llm{package}")
+    assert all(getattr(module, name) is not None for name in module.__all__)
 
 
 def test_ruff_checks_every_module():

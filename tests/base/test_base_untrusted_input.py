@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from ezpz_llm.core.base import untrusted_input
+from ezpz_llm.core.base import system_queries, untrusted_input
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.schema import Range, as_dataclass, as_type
 from ezpz_llm.core.rundir.files import hash_file
@@ -94,10 +94,10 @@ def test_log_that_is_not_a_regular_file_reads_as_empty(tmp_path):
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "growing").write_text("a" * 100)
     for last in (None, 10):
-        assert [untrusted_input.system_text(tmp_path / name, last) for name in ("pipe", "zeros", "gone",
+        assert [system_queries.system_text(tmp_path / name, last) for name in ("pipe", "zeros", "gone",
                                                                                 ".")] == [""] * 4
-    assert untrusted_input.system_text(tmp_path / "growing", 10) == "a" * 10
-    assert "VmRSS" in untrusted_input.system_text("/proc/self/status")
+    assert system_queries.system_text(tmp_path / "growing", 10) == "a" * 10
+    assert "VmRSS" in system_queries.system_text("/proc/self/status")
 
 
 def test_file_size_is_limited(file):

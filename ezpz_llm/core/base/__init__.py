@@ -69,11 +69,10 @@ from ezpz_llm.core.base.schema import (
     epoch,
     whole_number,
 )
+from ezpz_llm.core.base.system_queries import ask_command, command_line, system_link, system_text
 from ezpz_llm.core.base.untrusted_input import (
     JsonText,
     NoFile,
-    ask_command,
-    command_line,
     join_file_name,
     open_regular,
     parse_json,
@@ -85,8 +84,6 @@ from ezpz_llm.core.base.untrusted_input import (
     read_text,
     read_yaml,
     shorten_value,
-    system_link,
-    system_text,
 )
 
 __all__ = [

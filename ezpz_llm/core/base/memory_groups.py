@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.core.base.untrusted_input import system_text
+from ezpz_llm.core.base.system_queries import system_text
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _MOUNTS = Path("/sys/fs/cgroup")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ezpz_llm.core.base.errors import UserError, error_text, is_one_line, print_lines
-from ezpz_llm.core.base.untrusted_input import system_text
+from ezpz_llm.core.base.system_queries import system_text
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 

@@ -102,7 +102,8 @@ def run_preflight(plan: LaunchPlan, options: Options, record: Callable[[LaunchPl
     from ezpz_llm.launcher.basics.relay import print_stderr
     from ezpz_llm.launcher.diagnosis.recorded_exit import not_started_record
     from ezpz_llm.launcher.planning.plan import prepare_step
-    from ezpz_llm.launcher.running.supervision import INTERRUPTED, run
+    from ezpz_llm.launcher.running.signals import INTERRUPTED
+    from ezpz_llm.launcher.running.supervision import run
 
     step = prepare_step(options, command=(sys.executable, "-m", PROGRAM), tee="0",
                         run_dir=plan.run_dir.preflight.path)

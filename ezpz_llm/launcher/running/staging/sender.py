@@ -18,11 +18,12 @@ from ezpz_llm.launcher.basics.variables import PATH_VARIABLE
 from ezpz_llm.launcher.jobs.option_parsing import Options
 from ezpz_llm.launcher.jobs.schedulers import scheduler_here, scheduler_of, schedulers, step_launchers
 from ezpz_llm.launcher.planning.plan import LaunchPlan, Setting, prepare_step
+from ezpz_llm.launcher.running.signals import INTERRUPTED
 from ezpz_llm.launcher.running.staging.archive import Archive, Root, find_roots, make_archives
 from ezpz_llm.launcher.running.staging.image import MOUNT, UNMOUNT, make_images
 from ezpz_llm.launcher.running.staging.receiver import folder_of_copy
 from ezpz_llm.launcher.running.staging.relocation import path_replacer
-from ezpz_llm.launcher.running.supervision import INTERRUPTED, run
+from ezpz_llm.launcher.running.supervision import run
 
 _LIMIT_S = 1800.0
 """Time limit for copying."""
