@@ -350,7 +350,8 @@ def test_a_package_uses_no_private_names_of_another():
     assert not foreign_privates_in("self._clip, engine._mine", {"_mine"}, {"_clip", "_mine"})
 
 
-@pytest.mark.parametrize("package", ["", ".core.base", ".training.dist", ".training.observe", ".training.checkpoint"])
+@pytest.mark.parametrize("package", [
+    "", ".core.base", ".training.dist", ".training.observe", ".training.checkpoint"])
 def test_names_that_are_loaded_on_first_use_exist(package):
     module = importlib.import_module(f"ezpz_llm{package}")
     assert all(getattr(module, name) is not None for name in module.__all__)
