@@ -113,12 +113,15 @@ def test_deepspeeds_mark_of_an_invalid_norm_becomes_inf() -> None:
         assert function(torch.tensor(2.0)) == 2
 
 
-def test_a_replaced_module_returns() -> None:
-    engine = SimpleNamespace(module=nn.Linear(1, 1))
-    original, other = engine.module, nn.Identity()
+def test_a_replaced_module_returns_and_is_never_registered() -> None:
+    """DeepSpeed's engine holds its module as a plain attribute. Before 0.19, it finds it only there."""
+    engine: Any = nn.Module()
+    original, other = nn.Linear(1, 1), nn.Identity()
+    vars(engine)["module"] = original
     with patches.using_module(engine, other):
-        assert engine.module is other
-    assert engine.module is original
+        assert vars(engine)["module"] is other
+    assert vars(engine)["module"] is original
+    assert not list(engine.children())
 
 
 EMPTY = SimpleNamespace()

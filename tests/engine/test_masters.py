@@ -11,7 +11,7 @@ from torch import Tensor
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist import Degrees, Dist, Mesh
-from ezpz_llm.training.engine import gradients
+from ezpz_llm.training.engine import group_norms
 from ezpz_llm.training.engine.base import MicroStepEngine
 from ezpz_llm.training.engine.build import build_engine
 from ezpz_llm.training.engine.live_memory import live_storages, live_tensor_memory
@@ -117,7 +117,7 @@ def test_updates_of_large_models_are_measured_on_evenly_spaced_rows(
     """A copy of all weights would need memory that a run with a large model does not have."""
     ratios = []
     for copied in (2 ** 28, 2 ** 17):
-        monkeypatch.setattr(gradients, "_COPIED", copied)
+        monkeypatch.setattr(group_norms, "_COPIED", copied)
         engine = make(tmp_path)
         engine.step_skip.measure(engine.training_state())
         backward(engine)

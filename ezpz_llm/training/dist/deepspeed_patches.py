@@ -119,9 +119,17 @@ def send_within(deepspeed: ModuleType, group: ProcessGroup) -> None:
 
 @contextmanager
 def using_module(engine: Any, module: nn.Module) -> Iterator[None]:
-    """Replace the module whose forward pass the engine runs, in this context."""
-    with replaced_private(engine, "module", module):
+    """Replace the module whose forward pass the engine runs, in this context.
+
+    DeepSpeed keeps it outside of the engine's registered modules. An assignment would register it, where
+    releases before 0.19 do not find it: each access would recurse.
+    """
+    original = get_private(engine, "module")
+    vars(engine)["module"] = module
+    try:
         yield
+    finally:
+        vars(engine)["module"] = original
 
 
 def report_invalid_norms(zero: Any) -> None:
