@@ -4,7 +4,7 @@ Times ten calls each of `launch --dry-run` (on this machine, with and without th
 reservations of 10,624 PBS and 10,000 Slurm nodes) and of `--help` of several commands, after a call that warms the
 file cache. Prints and writes medians and ranges. Exit code 1 if a median exceeds its limit: 150 ms for a plan on
 this machine, 1.2 s with the check, 500 ms for a large reservation, 1 s for a help page. The CPU time of
-`launch -n 2 --dry-run python3 x.py` may be 10 times that of `python3 -c pass`, measured alternately.
+`launch -n 2 --dry-run python3 x.py` may be at most 10 times that of `python3 -c pass`, measured alternately.
 """
 
 from __future__ import annotations

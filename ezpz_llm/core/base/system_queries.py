@@ -12,6 +12,8 @@ from typing import NamedTuple
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.untrusted_input import MAX_BYTES, open_regular
 
+_BETWEEN_TRIES_S = 0.3
+
 
 def system_text(path: str | Path, last: int | None = None, most: int = MAX_BYTES, errors: str = "replace") -> str:
     """Return the last `last` or the first `most` bytes of a log or a file in /proc or /sys, as text.
@@ -39,9 +41,6 @@ def system_link(path: str | Path) -> str:
 def command_line(pid: int) -> str:
     """Return the command line of a process, joined by spaces; empty if the process has exited."""
     return system_text(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
-
-
-_BETWEEN_TRIES_S = 0.3
 
 
 class Answer(NamedTuple):

@@ -267,7 +267,6 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-
 def listen(master: str, port: int, backlog: int = 4096) -> socket.socket:
     """Return a socket that listens on the address of `master` (MASTER_ADDR) on this node.
 

@@ -97,7 +97,6 @@ def _find(name: str, options: Sequence[Option], example: str) -> Option:
                                remark=f"(options of the command come after it: {example.format(option=name)})")
 
 
-
 def value_of(words: Sequence[str], *options: str) -> str | None:
     """Return the value of the option with any of these names: the last value if repeated, None if absent."""
     value = None

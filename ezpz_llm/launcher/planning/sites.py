@@ -200,7 +200,6 @@ def _location(path: Path, text: str, key: str) -> str:
     return f"{path}, line {first}" if first else str(path)
 
 
-
 _SITE_VARIABLES = ("NERSC_HOST", "LMOD_SYSTEM_NAME")
 """Variables of a center or a module system that identify a machine, beside those of schedulers.
 
@@ -312,7 +311,6 @@ _JOB_KEYS: Mapping[str, Key] = {
     "limits": Key('tables such as { queue = "debug", nodes = [1, 2], hours = 1, jobs = 1 }, in which only the queue'
                   " is required", lambda value: isinstance(value, list) and all(map(_is_limit, value))),
 }
-
 
 
 _GENERIC = "generic"

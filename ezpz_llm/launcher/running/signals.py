@@ -7,8 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 
-from ezpz_llm.launcher.basics import node_folder as node_folder
-
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
 INTERRUPTED = tuple(128 + number for number in _STOP)

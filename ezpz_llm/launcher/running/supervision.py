@@ -16,7 +16,7 @@ from ezpz_llm.core.base import UserError, count_noun, shorten_value
 from ezpz_llm.core.base.shell_commands import to_typable
 from ezpz_llm.core.rundir import hide, secret_values, write_atomic
 from ezpz_llm.core.rundir.stop import Stop
-from ezpz_llm.launcher.basics import node_folder as node_folder
+from ezpz_llm.launcher.basics import node_folder
 from ezpz_llm.launcher.basics.cleanup import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launcher.basics.hostlist import rank_ranges
 from ezpz_llm.launcher.basics.messages import StopOrder, order_signal, order_stop, take_stacks

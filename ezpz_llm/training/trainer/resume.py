@@ -1,4 +1,4 @@
-"""Handling of `--resume`: continue, start over or do nothing, and restore settings (imports no torch).
+"""Handling of `--resume`: where a run continues, and with which settings and data (imports no torch).
 
 A requeued job runs the same command each time, so this module determines how far the run has progressed.
 """

@@ -278,6 +278,9 @@ class Curve:
             return None
         if efficiency.is_too_wide or (efficiency.interval is not None and efficiency.interval[0] <= 1):
             return f"its efficiency of {efficiency.value:.1%} is within the noise of 100 %"
+        if efficiency.interval is None:
+            return (f"its efficiency of {efficiency.value:.1%} is above 100 %, but its error is unknown: "
+                    "measure with --repeats 3")
         return (f"its efficiency of {efficiency.value:.1%} is above 100 %, so the baseline {self.base.name} does "
                 "more work per token, was disturbed, or lacked memory or cache. Compare it with "
                 f"{to_typable(f'ezpz-llm explain {self.base.first.run_dir}')}")
