@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_layer import micro_batches, one_layer_engine, single_rank
+from one_layer import LENGTH, VOCABULARY, micro_batches, one_layer_engine, single_rank
 from torch import nn
 
 from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.engine.base import MicroStepEngine
+from ezpz_llm.training.layout.resolve import Request, resolve
+from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.tp_collectives import reduce_from_tp_region
+from ezpz_llm.verify.certify.reference import make_engine
 
 DTYPES = {"fp32": (torch.float32, torch.float32), "bf16_autocast": (torch.float32, torch.bfloat16),
           "bf16": (torch.bfloat16, torch.bfloat16)}
@@ -46,6 +50,19 @@ def test_initial_weights_are_rounded_to_the_dtype_of_parameters(dist: Dist, reci
     for piece in engine.training_state().slices():
         weight = piece.tensors["weight"]
         assert torch.equal(weight, weight.to(DTYPES[recipe][0]).float()), piece.name
+
+
+def test_rotary_angles_stay_in_fp32_in_sharded_blocks(dist: Dist) -> None:
+    resolved = resolve(Request("fsdp2", world_size=1, global_batch=4, precision="bf16", device="cpu"))
+    config = get_model_config("tiny-llama", n_layer=1, block_size=LENGTH, vocab_size=VOCABULARY)
+    engine = make_engine(config, resolved, dist)
+    assert isinstance(engine, MicroStepEngine)
+    dtypes: list[torch.dtype] = []
+    engine.module.transformer["h"][0].attn.register_forward_pre_hook(
+        lambda _, inputs: dtypes.extend(part.dtype for part in inputs[1]))
+    engine.module(*micro_batches(0)[0])
+    dist.close()
+    assert dtypes == [torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize(("casts", "expected"), [(True, torch.float32), (False, torch.bfloat16)])

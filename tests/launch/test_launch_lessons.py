@@ -72,7 +72,7 @@ def test_ranks_are_read_from_one_table() -> None:
     names = {name for family in FAMILIES for name in (family.rank, family.local_rank) if name}
     assert "SLURM_LOCALID" in names
     assert "SLURM_LOCAL_ID" not in names
-    allowed = {"ezpz_llm/launcher/basics/ranks.py", "ezpz_llm/launcher/basics/variables.py", 
+    allowed = {"ezpz_llm/launcher/basics/ranks.py", "ezpz_llm/launcher/basics/variables.py",
                "ezpz_llm/training/dist/setup.py", "ezpz_llm/launcher/planning/dialects/on_node.py"}
     reads = {(file, node.value) for file, tree in _sources() for node in ast.walk(tree)
              if isinstance(node, ast.Constant) and node.value in names - {"SLURM_PROCID", "SLURM_LOCALID"}}

@@ -174,9 +174,9 @@ def test_a_rank_that_ends_well_while_others_wait(tmp_path: Path) -> None:
 def test_a_note_while_others_still_run(tmp_path: Path) -> None:
     (tmp_path / "soon.py").write_text("""
 import sys
-from ezpz_llm.launcher.running import supervision
+from ezpz_llm.launcher.running import watch
 from ezpz_llm.launcher.running.command import main
-supervision._NOTE_AFTER_S, supervision._REPORT_POLL_S = 1.0, 0.5
+watch._NOTE_AFTER_S, watch._REPORT_POLL_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)
     (tmp_path / "ends.py").write_text("""

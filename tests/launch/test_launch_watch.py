@@ -87,9 +87,9 @@ def test_a_stopped_rank_is_noted_without_an_idle_limit(tmp_path: Path) -> None:
     """The note is printed once, while the others wait for the stopped rank."""
     (tmp_path / "soon.py").write_text("""
 import sys
-from ezpz_llm.launcher.running import supervision
+from ezpz_llm.launcher.running import watch
 from ezpz_llm.launcher.running.command import main
-supervision._NOTE_AFTER_S, supervision._REPORT_POLL_S = 1.0, 0.5
+watch._NOTE_AFTER_S, watch._REPORT_POLL_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)
     (tmp_path / "stops.py").write_text("""

@@ -49,6 +49,20 @@ def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, heads, k
     assert all(error < 2e-6 for error in distance(in_fp32))
 
 
+def test_gradients_of_keys_and_values_are_summed_over_blocks_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, a sum of equal terms stops growing at 256 of them."""
+    monkeypatch.setattr(module, "_ROWS", 1)
+    length = 1024
+    q, k, v = (torch.zeros(1, 1, length, 8, dtype=torch.bfloat16) for _ in range(3))
+    q[:], v[..., 0, :] = 1.0, 1.0
+    # Equal scores: row i has the probabilities 1 / (i + 1), so each row adds about 1 to the first value's gradient.
+    grad = torch.arange(1, length + 1).bfloat16().view(1, 1, -1, 1).expand_as(q)
+    exact = both(lambda *parts: functional.scaled_dot_product_attention(*parts, is_causal=True),
+                 q.double(), k.double(), v.double(), grad.double())
+    for actual, expected in zip(both(blockwise_attention, q, k, v, grad), exact, strict=True):
+        torch.testing.assert_close(actual[0, 0, 0].double(), expected[0, 0, 0], rtol=0.01, atol=1e-6)
+
+
 def test_model_uses_blockwise_attention_in_bf16_with_close_gradients() -> None:
     config = get_model_config("tiny-llama", n_layer=2, vocab_size=97, block_size=160)
     tokens = torch.randint(97, (2, 161), generator=torch.Generator().manual_seed(0))

@@ -19,9 +19,9 @@ from ezpz_llm.core.rundir.value_source_record import Source
 from ezpz_llm.launcher.basics.check_report import CheckReport
 from ezpz_llm.training.layout.batch import option_of
 from ezpz_llm.training.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
-from ezpz_llm.training.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig
+from ezpz_llm.training.trainer.config import FIELDS, MODEL_OVERRIDES, RANGES, SECTIONS, TrainConfig
 from ezpz_llm.training.trainer.options import build_parser, dump, parse
-from ezpz_llm.training.trainer.plan import RANGES, check_run, plan_run
+from ezpz_llm.training.trainer.plan import check_run, plan_run
 
 
 def test_command_line_beats_file_beats_preset_beats_recipe(tmp_path):

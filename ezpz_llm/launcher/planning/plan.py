@@ -12,16 +12,8 @@ from typing import Any, NamedTuple
 
 from ezpz_llm.core.base import UserError, count_noun, user_path
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, redact_words, write_atomic
-from ezpz_llm.launcher.basics.addresses import (
-    Rendezvous,
-    domain_notes,
-    find_local_node,
-    find_rendezvous,
-    is_local_address,
-    is_local_node_among,
-    list_interfaces,
-)
-from ezpz_llm.launcher.basics.devices import Devices, usable_cores
+from ezpz_llm.launcher.basics.addresses import domain_notes, is_local_address
+from ezpz_llm.launcher.basics.devices import usable_cores
 from ezpz_llm.launcher.basics.hostlist import fold_numbers
 from ezpz_llm.launcher.basics.master_variables import require_master_address, require_master_port
 from ezpz_llm.launcher.basics.ranks import is_set_by_user
@@ -30,15 +22,9 @@ from ezpz_llm.launcher.jobs.node_selection import select_nodes
 from ezpz_llm.launcher.jobs.option_parsing import Options, Target, program_file, read_command, run_dir_of
 from ezpz_llm.launcher.jobs.schedulers import PATIENT, QUICK, find_allocation, local, rank_names, supplement
 from ezpz_llm.launcher.jobs.schedulers.scheduler import Allocation
-from ezpz_llm.launcher.planning.binding.inputs import (
-    bind_ranks,
-    core_notes,
-    device_notes,
-    devices_of_nodes,
-    site_notes,
-)
+from ezpz_llm.launcher.planning.assignment import Assignment, assign_ranks
+from ezpz_llm.launcher.planning.binding.inputs import core_notes, device_notes, site_notes
 from ezpz_llm.launcher.planning.container import RankContainer, choose_container
-from ezpz_llm.launcher.planning.dialects import choose_launcher
 from ezpz_llm.launcher.planning.dialects.srun_mpi import mpi_settings
 from ezpz_llm.launcher.planning.dialects.work import DIRECT, Built, Launcher, Work
 from ezpz_llm.launcher.planning.environment import (
@@ -58,9 +44,10 @@ from ezpz_llm.launcher.planning.environment import (
     terminal_settings,
     variables_of_this_node,
 )
-from ezpz_llm.launcher.planning.placement import Placement, RankPlace, RankTable, devices_per_rank, place_ranks
+from ezpz_llm.launcher.planning.network import Network, find_network
+from ezpz_llm.launcher.planning.placement import Placement, RankPlace, RankTable, devices_per_rank
 from ezpz_llm.launcher.planning.rank_binding import Binding
-from ezpz_llm.launcher.planning.sites import Site, find_site
+from ezpz_llm.launcher.planning.sites import Site
 
 
 class LaunchPlan(NamedTuple):
@@ -116,9 +103,9 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     allocation = _select_allocation(options, env)
     if allocation.scheduler == local.STARTED:
         return _plan_for_existing_rank(options, env, allocation, target, run_dir if chosen else None)
-    ranks = _assign_ranks(options, env, allocation)
+    ranks = assign_ranks(options, env, allocation)
     run_id = os.urandom(8).hex()
-    network = _find_network(options, env, ranks, run_id)
+    network = find_network(options, env, ranks.site, ranks.hosts, run_id)
     settings = _make_settings(options, env, ranks, network, run_dir, run_id)
     # Ranks on this node alone inherit them.
     is_here = len(ranks.hosts) == 1 and is_local_address(ranks.hosts[0])
@@ -230,81 +217,7 @@ def _plan_for_existing_rank(options: Options, env: Mapping[str, str], allocation
     )
 
 
-class _Assignment(NamedTuple):
-    """Assignment of ranks to nodes, cores and devices, and the launcher that starts them.
-
-    Attributes:
-        mask: devices in the order in which ranks see them; empty for the system's order.
-        distance_notes: notes about ranks that are far from their device.
-    """
-
-    site: Site
-    allocation: Allocation
-    devices: Devices
-    placement: Placement
-    launcher: Launcher
-    binding: Binding
-    mask: tuple[str, ...]
-    distance_notes: tuple[str, ...]
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Names of the nodes that have ranks, in rank order."""
-        return tuple(name for name, _ in self.placement.ranks)
-
-
-def _assign_ranks(options: Options, env: Mapping[str, str], allocation: Allocation) -> _Assignment:
-    site = find_site(options.site, env)
-    is_here_in_allocation = is_local_node_among([host.name for host in allocation.hosts])
-    devices, allocation = devices_of_nodes(env, site, allocation, is_here_in_allocation)
-    placement = place_ranks(allocation, devices, options.ranks, options.per_host)
-    launcher = _choose_launcher(options, env, allocation, placement, site)
-    return _Assignment(site, allocation, devices, placement, launcher,
-                       *bind_ranks(options.binding, site, allocation, placement, launcher, devices,
-                                   is_here_in_allocation))
-
-
-def _choose_launcher(options: Options, env: Mapping[str, str], allocation: Allocation, placement: Placement,
-                     site: Site) -> Launcher:
-    site_launcher = site.launcher if options.launcher == "auto" and allocation.scheduler == site.scheduler else None
-    launcher = choose_launcher(site_launcher or options.launcher, allocation.scheduler, placement.world_size, env,
-                               site.dialect)
-    return launcher._replace(source=f"site {site.name}") if site_launcher else launcher
-
-
-class _Network(NamedTuple):
-    """Rendezvous of the ranks, and the network interfaces to use; `source` is that of the interfaces."""
-
-    rendezvous: Rendezvous
-    interface: str | None
-    source: str
-    notes: tuple[str, ...]
-
-
-def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, run_id: str) -> _Network:
-    site = ranks.site
-    interface, source, notes = _choose_interface(options, site, ranks.hosts)
-    user_values = {name: env[name] for name in RENDEZVOUS_VARIABLES if is_users_choice(name, env)}
-    # Prefer the node's name with the site's suffix to the address of its interface.
-    uses_suffix = bool(site.master_suffix) and not options.interface
-    # Derive the port from the random run id, so that other users cannot predict and occupy it.
-    rendezvous = find_rendezvous(ranks.hosts, run_id, interface=None if uses_suffix else interface,
-                                 interface_source=source, suffix=site.master_suffix,
-                                 address=user_values.get("MASTER_ADDR"), port=user_values.get("MASTER_PORT"))
-    return _Network(rendezvous, interface, source, notes)
-
-
-def _choose_interface(options: Options, site: Site,
-                      hosts: tuple[str, ...]) -> tuple[str | None, str, tuple[str, ...]]:
-    """Return the interfaces to use, their source, and a note if this is the first node and it lacks the site's."""
-    if options.interface or not site.interface:
-        return options.interface, "--interface", ()
-    if find_local_node(hosts) == 0 and list_interfaces().keys().isdisjoint(site.interface.split(",")):
-        return None, "", (f"{hosts[0]} has no interface {site.interface}, which site {site.name} names",)
-    return site.interface, f"site {site.name}", ()
-
-
-def _make_settings(options: Options, env: Mapping[str, str], ranks: _Assignment, network: _Network, run_dir: RunDir,
+def _make_settings(options: Options, env: Mapping[str, str], ranks: Assignment, network: Network, run_dir: RunDir,
                    run_id: str) -> dict[str, Setting]:
     """Return the changes to the environment of the ranks, without those of the launcher."""
     return {
@@ -319,7 +232,7 @@ def _make_settings(options: Options, env: Mapping[str, str], ranks: _Assignment,
     }
 
 
-def _choose_container(options: Options, env: Mapping[str, str], ranks: _Assignment, run_dir: RunDir,
+def _choose_container(options: Options, env: Mapping[str, str], ranks: Assignment, run_dir: RunDir,
                       variables: Iterable[str]) -> RankContainer:
     container = choose_container(options.container, ranks.site, ranks.launcher.kind, run_dir.path, variables, env)
     if container.image and options.stage_env:
@@ -328,7 +241,7 @@ def _choose_container(options: Options, env: Mapping[str, str], ranks: _Assignme
     return container
 
 
-def _describe_work(ranks: _Assignment, network: _Network, container: RankContainer, command: tuple[str, ...],
+def _describe_work(ranks: Assignment, network: Network, container: RankContainer, command: tuple[str, ...],
                    run_dir: RunDir, settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
     """Describe the ranks to start, independently of the launcher."""
     hosts, binding, launcher = ranks.hosts, ranks.binding, ranks.launcher
@@ -369,7 +282,7 @@ def _nested_launcher_notes(options: Options, ranks: int) -> tuple[str, ...]:
             or nested_launcher_notes((*options.wrap, *options.command), ranks))
 
 
-def _notes(env: Mapping[str, str], ranks: _Assignment, network: _Network) -> tuple[str, ...]:
+def _notes(env: Mapping[str, str], ranks: Assignment, network: Network) -> tuple[str, ...]:
     allocation, placement, binding = ranks.allocation, ranks.placement, ranks.binding
     return (*ranks.launcher.notes, *_placement_notes(env, allocation, placement, binding),
             *core_notes(allocation, placement, binding), *ranks.distance_notes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 import shlex
@@ -16,23 +15,25 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.core.base import UserError, exit_after_uncaught_exception, print_lines
-from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, SideFiles, default_run_dir, redact_words
+from ezpz_llm.core.base import UserError, print_lines
+from ezpz_llm.core.rundir import RunDir, SideFiles, redact_words
 from ezpz_llm.launcher.basics.addresses import list_interfaces, require_interfaces
 from ezpz_llm.launcher.basics.ranks import ALONE, RankInfo, find_rank
 from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
-from ezpz_llm.launcher.jobs.owner import Ownership, become_owner
+from ezpz_llm.launcher.jobs.owner import Ownership
 from ezpz_llm.launcher.jobs.schedulers import find_allocation
 from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.device import choose_device, claim_device, device_identity
+from ezpz_llm.training.dist.freed_memory import keep_freed_memory
 from ezpz_llm.training.dist.heartbeat import answer_with_stacks
 from ezpz_llm.training.dist.mesh import Degrees, Mesh
 from ezpz_llm.training.dist.optional_work import OptionalWork
+from ezpz_llm.training.dist.process_group import check_group, create_group, destroy_group, skip_cleanup_at_exit
 from ezpz_llm.training.dist.rendezvous import rendezvous, share_error_without_group
+from ezpz_llm.training.dist.shared_run_dir import agree_on_run_dir
 
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "OMPI_COMM_WORLD_LOCAL_RANK", "GLOO_SOCKET_IFNAME")
-_KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Dist:
     def ensure_group(self) -> None:
         """Create a process group for a single process, for engines that require one. Keeps an existing group."""
         if not torch.distributed.is_initialized():
-            _create_group(self.device, torch.distributed.HashStore(), 0, 1, self.timeout)
+            create_group(self.device, torch.distributed.HashStore(), 0, 1, self.timeout)
 
     def arrange(self, *, tp: int = 1, pp: int = 1, sp: int = 1) -> None:
         """Partition the ranks into tensor-, pipeline-, and sequence-parallel groups. Collective.
@@ -105,7 +106,7 @@ class Dist:
         """Release the run directory, restore the environment, and destroy `setup`'s process group. Collective."""
         self._release()
         if self.owns_group and torch.distributed.is_initialized():
-            _destroy_group()
+            destroy_group()
 
     def _release(self) -> None:
         self.optional.store = None  # rank 0's store listens until its last reference is dropped
@@ -122,7 +123,7 @@ class Dist:
             self.close()
         else:
             self._release()
-            _skip_cleanup_at_exit()
+            skip_cleanup_at_exit()
 
 
 def setup(*, device: str | None = None, run_dir: Path | None = None, name: str = "run",
@@ -136,7 +137,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         run_dir: run directory; by default launch's, or a new one that rank 0 chooses.
         name: prefix of the name of a new run directory.
         timeout_s: timeout of a collective.
-        keeps_memory: call `_keep_freed_memory` on a CPU.
+        keeps_memory: call `keep_freed_memory` on a CPU.
 
     Raises:
         UserError: rank variables are invalid, the world size differs from launch's, an existing process group has
@@ -151,7 +152,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     before = {name: os.environ.get(name) for name in _EXPORTED}
     has_group = torch.distributed.is_initialized()
     if has_group:
-        _check_group(info)
+        check_group(info)
     try:
         store: torch.distributed.Store | None = None
         if has_group or info.world_size == 1:
@@ -160,31 +161,18 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
             chosen, store = _join(info, device, timeout)
         _export(info, chosen)
         if chosen.type == "cpu" and keeps_memory:
-            _keep_freed_memory(os.environ)
-        folder, ownership = _agree_on_run_dir(info, run_dir, name)
+            keep_freed_memory(os.environ)
+        folder, ownership = agree_on_run_dir(info, run_dir, name)
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout, chosen)
     except BaseException:
         _restore(before)
-        _skip_cleanup_at_exit()
+        skip_cleanup_at_exit()
         raise
     backend = None
     if info.world_size > 1:
         backend = torch.distributed.get_backend() if has_group else DEVICES[chosen.type].collectives
     return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, owns_group=not has_group,
                 optional=OptionalWork(info.rank, info.world_size, store))
-
-
-def _check_group(info: RankInfo) -> None:
-    """Compare an existing process group with the launcher's rank and world size.
-
-    Raises:
-        UserError: rank or world size differs.
-    """
-    in_group = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if in_group != (info.rank, info.world_size):
-        raise UserError("this process already has a process group, as rank {} of {}, but its environment says rank "
-                        "{} of {} ({})".format(*in_group, info.rank, info.world_size, info.source),
-                        where="torch.distributed", instead="call setup() instead of init_process_group()")
 
 
 def _check_world_size(info: RankInfo) -> None:
@@ -221,15 +209,8 @@ def _join(info: RankInfo, asked: str | None,
         except UserError as own_error:
             error = own_error
     share_error_without_group(joined.store, info, error)
-    _create_group(device, joined.store, info.rank, info.world_size, timeout)
+    create_group(device, joined.store, info.rank, info.world_size, timeout)
     return device, joined.store
-
-
-def _create_group(device: torch.device, store: torch.distributed.Store, rank: int, world_size: int,
-                timeout: datetime.timedelta) -> None:
-    traits = DEVICES[device.type]
-    torch.distributed.init_process_group(traits.collectives, store=store, rank=rank, world_size=world_size,
-                                         timeout=timeout, device_id=device if traits.bound else None)
 
 
 def _export(info: RankInfo, device: torch.device) -> None:
@@ -254,62 +235,6 @@ def _restore(environment_before: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _destroy_group() -> None:
-    """Wait for all ranks, and destroy the process group. Collective."""
-    try:
-        if torch.distributed.get_world_size() > 1:
-            # The thread that drops the last reference to a gloo work object frees a tensor, which needs the GIL. If
-            # that is one of gloo's threads during interpreter shutdown, the process aborts ("terminate called
-            # without an active exception", in one of three ZeRO-3 runs). Keep the object for the main thread.
-            barrier = torch.distributed.barrier(async_op=True)
-            barrier.wait()
-            _KEPT_UNTIL_EXIT.append(barrier)
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        _skip_cleanup_at_exit()
-        raise
-
-
-def _skip_cleanup_at_exit() -> None:
-    """After an exception, exit as soon as it is printed, without destroying the process groups.
-
-    NCCL destroys groups collectively. Other ranks may be in another collective, and this process would print its
-    exception only after a timeout.
-    """
-    if torch.distributed.is_initialized() and (torch.distributed.get_world_size() > 1
-                                               or torch.distributed.get_backend() != "gloo"):
-        exit_after_uncaught_exception()
-
-
-def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[RunDir, Ownership | None]:
-    given = os.environ.get(RUN_DIR_VARIABLE)
-    if given and asked is not None and Path(given).resolve() != asked.resolve():
-        raise UserError(f"two run directories: {given} from launch, and {asked} from the command",
-                        where=f"{RUN_DIR_VARIABLE} and --run-dir",
-                        instead="pass --run-dir to launch only, or the same directory to both")
-    ownership: Ownership | None = None
-    error: UserError | None = None
-    outcome: list[str | None] = [None, None]
-    if info.rank == 0:
-        run_dir = RunDir((Path(given) if given else asked or default_run_dir(name).path).absolute())
-        try:
-            run_dir.create()
-            if RUN_ID_VARIABLE not in os.environ:
-                ownership = become_owner(run_dir, "", os.environ)
-            outcome = [str(run_dir.path), None]
-        except UserError as own_error:
-            error, outcome = own_error, [None, str(own_error)]
-    if info.world_size > 1:
-        torch.distributed.broadcast_object_list(outcome, src=0)
-    path, failure = outcome
-    if path is None:
-        if info.world_size > 1:
-            # All ranks raise the error. A program that catches it continues or exits without a process group.
-            _destroy_group()
-        raise error or UserError(failure or "rank 0 could not create the run directory")
-    return RunDir(Path(path)), ownership
-
-
 def warn_if_single_process(info: RankInfo, env: Mapping[str, str],
                            command: Sequence[str] = tuple(sys.orig_argv)) -> None:
     """Print how to start ranks on all nodes of the job, if this process was started without a launcher.
@@ -328,21 +253,3 @@ def warn_if_single_process(info: RankInfo, env: Mapping[str, str],
         print_lines(f"note: running a single process, but {job.scheduler} job {job.job_id} has {len(job.hosts)} "
                     f"nodes. To start ranks on all of them: launch {shlex.join(redact_words(command))}",
                     file=sys.stderr)
-
-
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Parameters of mallopt in glibc's malloc.h."""
-_MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-
-
-def _keep_freed_memory(environ: Mapping[str, str]) -> None:
-    """Stop glibc from returning freed memory to the kernel between steps.
-
-    glibc returns large blocks immediately, and the kernel zeroes each page again in the next step. This takes a
-    sixth of the CPU time of a step with a large vocabulary. torch caches only the memory of accelerators. No effect
-    if the user has set malloc variables, with another C library, or with a replaced allocator.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not any(environ.get(name) for name in _MALLOC_VARIABLES):
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, -1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ezpz_llm.core.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range
 from ezpz_llm.training.layout.optimizers import OPTIMIZERS, OptimizerName
 
 
@@ -151,6 +152,21 @@ SECTIONS = {
     "seed": "seed, device and run directory",
 }
 """Sections of `--help-all`, by the first field of each."""
+_STEPS, _ZERO_OR_STEPS = Range(1, MAX_STEPS), Range(0, MAX_STEPS)
+_NON_NEGATIVE = Range(0, 1e9)
+RANGES = {
+    **dict.fromkeys(("steps", "decay_steps", "wsd_decay_steps", "keep_last", "bad_steps", "log_every"), _STEPS),
+    **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "sample_tokens", "top_k", "keep_every",
+                     "hellaswag_every", "hellaswag_items", "trace_steps", "recompute",
+                     "loss_chunk"), _ZERO_OR_STEPS),
+    "eval_tokens": Range(0, MAX_TOKENS), "save_every": Range(-1, MAX_STEPS),
+    **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MAX_STEPS)),
+    **dict.fromkeys(("tp", "pp", "sp"), Range(1, MAX_RANKS)), "shard_within": Range(2, MAX_RANKS),
+    **dict.fromkeys(("lr", "eps", "temperature", "beta1", "beta2", "spike_norm", "spike_loss", "weight_decay",
+                     "clip", "min_lr", "warmup_min_lr", "z_loss"), _NON_NEGATIVE),
+}
+"""Range of each number in a configuration. `ModelConfig` checks the numbers of the model."""
+
 MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_multiple",
                    "dropout", "bias")
 

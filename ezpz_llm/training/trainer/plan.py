@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from dataclasses import dataclass
+from pathlib import Path
 
-from ezpz_llm.core.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range, UserError, shorten_value, user_path
+from ezpz_llm.core.base import UserError, shorten_value, user_path
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.training.checkpoint import find
 from ezpz_llm.training.checkpoint.state import read_state
@@ -16,49 +15,27 @@ from ezpz_llm.training.data.document_separator import SeparatorAdvice
 from ezpz_llm.training.data.manifest import read_manifest
 from ezpz_llm.training.data.prepare import check_corpus
 from ezpz_llm.training.data.shards import TokenData
-from ezpz_llm.training.data.tokenizers import choose_tokenizer as choose_tokenizer
+from ezpz_llm.training.data.tokenizers import choose_tokenizer
 from ezpz_llm.training.dist.seeds import seed_for
 from ezpz_llm.training.evaluate.hellaswag import read_items
-from ezpz_llm.training.hf.source import Source, find_checkpoint, find_source, source_in, with_model_changes
-from ezpz_llm.training.hf.tokenizer import tokenizer_argument_for
+from ezpz_llm.training.hf.source import Source
 from ezpz_llm.training.hf.weight_files import check_weight_files
 from ezpz_llm.training.layout.batch import SPELLINGS, option_of
-from ezpz_llm.training.layout.ds_config_blocks import COS_MIN_RATIO
 from ezpz_llm.training.layout.resolve import DEFAULT_MICRO_BATCH, Request, Resolved, resolve
-from ezpz_llm.training.layout.value_source import DEFAULT, NOT_FROM_USER, Origin, ValueSource
+from ezpz_llm.training.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.training.model.attention import check_attention
-from ezpz_llm.training.model.config import ModelConfig, differing_settings, get_model_config
+from ezpz_llm.training.model.config import ModelConfig
 from ezpz_llm.training.observe.trackers import parse_trackers
 from ezpz_llm.training.trainer.checkpoint_identity import check_identity
 from ezpz_llm.training.trainer.compile_choice import check_compiler, choose_compile
-from ezpz_llm.training.trainer.config import (
-    ADOPTS_VOCABULARY,
-    MODEL_OVERRIDES,
-    PRESETS,
-    RECIPES,
-    RunConfig,
-    TrainConfig,
-)
+from ezpz_llm.training.trainer.config import RANGES, RunConfig, TrainConfig
+from ezpz_llm.training.trainer.model_choice import WEIGHTS, choose_model, with_tokenizer, with_vocabulary
 from ezpz_llm.training.trainer.options import Options
-from ezpz_llm.training.trainer.schedule import DEEPSPEED_SCHEDULES, WITHOUT_DECAY
+from ezpz_llm.training.trainer.schedule_choice import check_schedule, with_peak_lr, with_schedule
 
 SEPARATOR_ADVICE = SeparatorAdvice("use another tokenizer, such as --tokenizer bytes",
                                    "train with --mask-documents false")
 _DEFAULT_CLIP = 1.0
-_STEPS, _ZERO_OR_STEPS = Range(1, MAX_STEPS), Range(0, MAX_STEPS)
-_NON_NEGATIVE = Range(0, 1e9)
-RANGES = {
-    **dict.fromkeys(("steps", "decay_steps", "wsd_decay_steps", "keep_last", "bad_steps", "log_every"), _STEPS),
-    **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "sample_tokens", "top_k", "keep_every",
-                     "hellaswag_every", "hellaswag_items", "trace_steps", "recompute",
-                     "loss_chunk"), _ZERO_OR_STEPS),
-    "eval_tokens": Range(0, MAX_TOKENS), "save_every": Range(-1, MAX_STEPS),
-    **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MAX_STEPS)),
-    **dict.fromkeys(("tp", "pp", "sp"), Range(1, MAX_RANKS)), "shard_within": Range(2, MAX_RANKS),
-    **dict.fromkeys(("lr", "eps", "temperature", "beta1", "beta2", "spike_norm", "spike_loss", "weight_decay",
-                     "clip", "min_lr", "warmup_min_lr", "z_loss"), _NON_NEGATIVE),
-}
-"""Range of each number in a configuration. `ModelConfig` checks the numbers of the model."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +72,13 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
         raise UserError(f"--world-size is {world_size}", where="--world-size", instead="1 or more")
     parse_trackers(options.config.track, os.environ)
     _check_ranges(options)
-    model, name, init_weights_source = _choose_model(options.config, named=options.sources["model"] != DEFAULT)
+    model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != DEFAULT)
     if name != options.config.model:
         options = options.set(WEIGHTS, model=name)
-    options = _with_peak_lr(_with_layout(options, world_size), model)
+    options = with_peak_lr(_with_layout(options, world_size), model)
     config = options.config
     if vocab_size is not None:
-        model = _with_vocabulary(config, model, vocab_size)
+        model = with_vocabulary(config, model, vocab_size)
     # A preset keeps its global batch on any number of ranks; its micro-batch is an upper limit.
     keeps_largest = options.origin("micro_batch") in (Origin.PRESET, Origin.RUN, Origin.RUN_TYPED)
     largest = config.micro_batch if keeps_largest else None
@@ -122,12 +99,12 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     options = options.set(ValueSource(Origin.DS_CONFIG_SHARE, config.ds_config),
                           **{name: share * options.config.lr for name, share in resolved.of_peak.items()})
     _check_numbers(options.set(resolved.sources["clip"], clip=resolved.clip))
-    options = _with_schedule(options)
+    options = with_schedule(options)
     compiles, compile_source = choose_compile(config.compile, options.sources["compile"], device or config.device,
                                               resolved.layout, model.dropout)
     options = options.set(compile_source, compile=compiles)
     run_config = RunConfig(**vars(options.config))
-    _check_schedule(run_config, options)
+    check_schedule(run_config, options)
     return RunPlan(run_config, options.sources, model, resolved, init_weights_source, options.verbose)
 
 
@@ -141,93 +118,6 @@ def _with_layout(options: Options, world_size: int) -> Options:
     if world_size > 1 or needs_zero or options.origin("ds_config") is not Origin.DEFAULT:
         return options
     return options.set(ValueSource(Origin.DERIVED, "a single rank"), ds_config="ddp")
-
-
-_PEAK_WIDTH, _PEAK_STEPS = 128, 400
-"""The default peak learning rate is for models up to this width, and for runs of at least this many steps."""
-
-
-def _with_peak_lr(options: Options, model: ModelConfig) -> Options:
-    """Scale the default peak learning rate by the model's width and the length of the run.
-
-    It is inversely proportional to the width (Yang et al. 2022, arXiv:2203.03466). Short runs have too short a
-    warm-up for the full rate, so it is also multiplied by sqrt(steps / 400), but at least by 0.5. In runs of 100
-    steps, the loss spikes by up to 2.9 nats at a rate of 0.0028, and with none of three seeds at 0.001.
-    """
-    if options.origin("lr") is not Origin.DEFAULT:
-        return options
-    reasons, share = [], 1.0
-    if model.n_embd > _PEAK_WIDTH:
-        reasons.append(f"width {model.n_embd}")
-        share *= _PEAK_WIDTH / model.n_embd
-    if options.config.steps < _PEAK_STEPS:
-        reasons.append(f"{options.config.steps} steps")
-        share *= max(0.5, math.sqrt(options.config.steps / _PEAK_STEPS))
-    if not reasons:
-        return options
-    return options.set(ValueSource(Origin.DERIVED, f"{' and '.join(reasons)}, {options.config.lr:g} at width "
-                                                   f"{_PEAK_WIDTH} and {_PEAK_STEPS} steps"),
-                       lr=float(f"{options.config.lr * share:.3g}"))
-
-
-def _with_schedule(options: Options) -> Options:
-    """Set the missing values of the schedule."""
-    options = _with_min_lr(options)
-    steps = options.config.steps
-    for name, default in (("decay_steps", steps), ("warmup_steps", min(100, steps // 10))):
-        given, source = getattr(options.config, name), options.sources[name]
-        recipe = {Origin.PRESET: PRESETS, Origin.RECIPE: RECIPES}.get(source.origin, {}).get(source.detail, {})
-        if given is None:
-            options = options.set(ValueSource(Origin.DERIVED, "steps"), **{name: default})
-        elif steps < recipe.get("steps", 0):
-            # The recipe is for a longer run: keep its proportions.
-            options = options.set(replace(source, scaled_to=steps),
-                                  **{name: max(RANGES[name].least, given * steps // recipe["steps"])})
-    if options.config.schedule == "wsd" and options.config.wsd_decay_steps is None:
-        end = options.config.decay_steps or steps
-        options = options.set(ValueSource(Origin.DERIVED, "decay_steps"), wsd_decay_steps=max(1, end // 5))
-    return options
-
-
-def _with_min_lr(options: Options) -> Options:
-    """Set `min_lr`, the learning rate at the end of the schedule, which some schedules determine."""
-    config = options.config
-    forced = {**dict.fromkeys(WITHOUT_DECAY, config.lr), "WarmupDecayLR": config.warmup_min_lr}.get(config.schedule)
-    if forced is not None and config.min_lr != forced:
-        if options.origin("min_lr") is Origin.COMMAND_LINE:
-            raise UserError(f"schedule {config.schedule} ends at {forced:g}, not at {config.min_lr:g}",
-                            where="--min-lr", instead="use --schedule cosine, linear or wsd, or omit --min-lr")
-        return options.set(ValueSource(Origin.DERIVED, f"schedule {config.schedule}"), min_lr=forced)
-    if config.min_lr is not None:
-        return options
-    if config.schedule == "WarmupCosineLR":
-        return options.set(ValueSource(Origin.FILE, f"{COS_MIN_RATIO:g} of lr, as DeepSpeed's default"),
-                           min_lr=config.lr * COS_MIN_RATIO)
-    # lr * 0.1 would differ in the last digit.
-    return options.set(ValueSource(Origin.TENTH, "lr"), min_lr=config.lr / 10)
-
-
-def _check_schedule(config: RunConfig, options: Options) -> None:
-    if config.min_lr > config.lr:
-        raise UserError(f"the learning rate would rise from {config.lr:g} to {config.min_lr:g}",
-                        where=options.where("min_lr"), instead=f"--min-lr {config.lr / 10:g}")
-    if config.warmup_min_lr > config.lr:
-        raise UserError(f"in the warm-up, the learning rate would fall from {config.warmup_min_lr:g} to "
-                        f"{config.lr:g}",
-                        where=options.where("warmup_min_lr"), instead="--warmup-min-lr 0")
-    if config.schedule in DEEPSPEED_SCHEDULES and config.warmup_steps < 1:
-        raise UserError(f"DeepSpeed rejects {config.schedule} with {config.warmup_steps} warm-up steps",
-                        where=options.where("warmup_steps"),
-                        instead="--warmup-steps 1, or --schedule constant or cosine")
-    decay = (config.wsd_decay_steps or 0) if config.schedule == "wsd" else 0
-    # DeepSpeed's schedules may end within their warm-up; `setting_warnings` warns about that.
-    if (config.schedule not in (*DEEPSPEED_SCHEDULES, *WITHOUT_DECAY)
-            and config.warmup_steps + decay > config.decay_steps):
-        too_long = f"and a decay of {decay} do not fit" if decay else "does not end"
-        longer = "--decay-steps" if config.decay_steps < config.steps else "--steps"
-        raise UserError(f"a warm-up of {config.warmup_steps} steps {too_long} within {config.decay_steps} steps",
-                        where=options.where("warmup_steps"),
-                        instead=f"--warmup-steps {config.decay_steps // 10}, or more {longer}")
 
 
 def check_run(options: Options, world_size: int, device: str | None = None, *,
@@ -275,7 +165,7 @@ def _check_resume(plan: RunPlan, where: str, tokens: TokenData | None) -> None:
         UserError: there is no checkpoint, or it does not fit the run.
     """
     folder = find(Path(where))
-    model = plan.model if tokens is None else _with_vocabulary(plan.config, plan.model, tokens.vocab_size)
+    model = plan.model if tokens is None else with_vocabulary(plan.config, plan.model, tokens.vocab_size)
     check_identity(plan.config, model, folder, read_state(folder), tokens)
 
 
@@ -309,66 +199,3 @@ def _check_numbers(options: Options) -> None:
     if config.prompt == "" and config.sample_tokens:
         raise UserError("the prompt is empty", where=f"--prompt ({sources['prompt']})",
                         instead="--sample-tokens 0 for no sample")
-
-
-def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -> ModelConfig:
-    if config.model in ADOPTS_VOCABULARY and config.init_from is None:
-        return replace(model, vocab_size=vocab_size)
-    if vocab_size > model.vocab_size:
-        raise UserError(f"the tokenizer has {vocab_size} tokens, more than {config.model}'s {model.vocab_size}",
-                        where="--tokenizer", instead="a tokenizer with a smaller vocabulary")
-    return model
-
-
-WEIGHTS = ValueSource(Origin.WEIGHTS)
-_NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
-"""Model fields that may differ between the initial weights and the model in `--model`."""
-
-
-def _choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
-    """Return the model, its name, and the source of its initial weights (None for random ones, and on resume).
-
-    Args:
-        named: the model's name was set, by an option, file or preset.
-
-    Raises:
-        UserError: the name is unknown, the shape is invalid, or the shape differs from that of the weights.
-    """
-    overrides = {name: getattr(config, name) for name in MODEL_OVERRIDES}
-    if config.init_from is None:
-        return get_model_config(config.model, **overrides), config.model, None
-    source = _weights_to_load(config.init_from, config.resume)
-    if named:
-        model = get_model_config(config.model, **overrides)
-        for name in differing_settings(model, source.model, _NOT_SHAPE)[:1]:
-            raise UserError(f"{config.model} is not the model of these weights: {name} is {getattr(model, name)} "
-                            f"in the model and {getattr(source.model, name)} in the weights",
-                            where=str(source.folder), instead="omit --model: the weights set the shape")
-    name = config.model if named else PurePath(config.init_from).name or str(source.folder)
-    model = with_model_changes(source.model, str(source.folder), **overrides)
-    return model, name, source if config.resume is None else None
-
-
-def _weights_to_load(init_from: str, resume: str | None) -> Source:
-    """Return the source of the run's first weights: the checkpoint on resume, else the initial weights.
-
-    A resumed run does not need the initial weights. They may have been moved or removed.
-    """
-    if resume is not None:
-        return source_in(find_checkpoint(Path(resume), "--resume"))
-    return find_source(init_from, "--init-from")
-
-
-def with_tokenizer(options: Options) -> Options:
-    """Use the tokenizer of the initial weights, unless the user chose another one.
-
-    Raises:
-        UserError: the tokenizer of the weights is unknown or unsupported, or differs from the tokenizer of a preset
-            or prepared corpus (see `tokenizer_argument_for`).
-    """
-    config = options.config
-    if config.init_from is None:
-        return options
-    tokenizer = tokenizer_argument_for(_weights_to_load(config.init_from, config.resume), config.tokenizer,
-                                       config.corpus, asked=options.origin("tokenizer") not in NOT_FROM_USER)
-    return options if tokenizer == config.tokenizer else options.set(WEIGHTS, tokenizer=tokenizer)

@@ -27,9 +27,9 @@ from ezpz_llm.training.layout.batch import option_of
 from ezpz_llm.training.layout.ds_config import names
 from ezpz_llm.training.layout.value_source import DEFAULT, FROM_DS_CONFIG, Origin, ValueSource, read_sources
 from ezpz_llm.training.trainer.checkpoint_identity import check_origin
-from ezpz_llm.training.trainer.config import FIELDS, TrainConfig
+from ezpz_llm.training.trainer.config import FIELDS, RANGES, TrainConfig
 from ezpz_llm.training.trainer.options import Options
-from ezpz_llm.training.trainer.plan import RANGES, RunPlan
+from ezpz_llm.training.trainer.plan import RunPlan
 from ezpz_llm.training.trainer.schedule import SCHEDULES, learning_rate
 
 AUTO = "auto"

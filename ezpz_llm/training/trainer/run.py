@@ -50,8 +50,9 @@ from ezpz_llm.training.trainer.config import TrainConfig
 from ezpz_llm.training.trainer.device_choices import with_device_choices
 from ezpz_llm.training.trainer.early_end import EarlyEnd
 from ezpz_llm.training.trainer.loop import train
+from ezpz_llm.training.trainer.model_choice import with_tokenizer
 from ezpz_llm.training.trainer.options import Options
-from ezpz_llm.training.trainer.plan import SEPARATOR_ADVICE, RunPlan, plan_run, with_tokenizer
+from ezpz_llm.training.trainer.plan import SEPARATOR_ADVICE, RunPlan, plan_run
 from ezpz_llm.training.trainer.resume import ResumePoint, find_resume_point, resume_warning
 from ezpz_llm.training.trainer.run_data import Position, RunData
 from ezpz_llm.training.trainer.run_description import describe_run, step_work
