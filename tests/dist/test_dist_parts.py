@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import subprocess
 import sys
@@ -99,6 +100,11 @@ def test_coordinates_are_unique_and_groups_partition_the_world(degrees):
             assert [coordinates[rank][axis] for rank in group] == list(range(getattr(degrees, axis)))
             others = [{name: value for name, value in coordinates[rank].items() if name != axis} for rank in group]
             assert all(other == others[0] for other in others)
+    for axes in itertools.permutations(AXES, 2):
+        for rank in range(world):
+            peers = degrees.peers(rank, *axes)
+            assert peers == sorted(peers), "torch numbers the ranks of a group in ascending order"
+            assert len(peers) == getattr(degrees, axes[0]) * getattr(degrees, axes[1])
 
 
 def test_order_of_axes():

@@ -192,6 +192,8 @@ def test_run_checkpoint_and_export_generate_the_same_text(trained: Path, exporte
     words = ["--prompt", "import ", "--tokens", "12", "--samples", "3", "--batch", "2"]
     text = text_of(capsys, str(trained / "at-run"), *words)
     assert text.count("import ") == 3
+    alone = text_of(capsys, str(exported), *words[:-1], "1").split("\n\n")[:3]
+    assert len(set(alone)) == 3, "batches of one text draw different texts"
     for other in (trained / "at-run/checkpoints/step-00000040", exported):
         assert text_of(capsys, str(other), *words) == text
     assert text_of(capsys, str(exported), *words, "--seed", "43") != text
