@@ -36,6 +36,13 @@ def copy_deepspeed(folder: Path) -> Path:
     return folder / "deepspeed"
 
 
+def pretend_version(folder: Path, version: str) -> None:
+    """Make a folder in which package metadata have another version of DeepSpeed."""
+    metadata = folder / f"deepspeed-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+
+
 def test_a_missing_name_fails_only_the_layouts_that_use_it(tmp_path: Path) -> None:
     module = copy_deepspeed(tmp_path) / "runtime" / "zero" / "stage3.py"
     text = module.read_text()
@@ -87,17 +94,39 @@ def test_other_engines_work_without_deepspeed(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("version", "layout", "problem"), [
     ("0.17.6", ("zero2",), "computes wrong gradients in ZeRO stage 2"),
-    ("0.17.6", ("pp2",), "by the accumulation steps inconsistently across pipeline stages"),
-    ("0.18.5", ("pp2_tp2",), "by the accumulation steps inconsistently across pipeline stages"),
+    ("0.17.6", ("pp2",), "by the accumulation steps again in each pipeline stage"),
+    ("0.18.5", ("pp2_tp2",), "by the accumulation steps again in each pipeline stage"),
     ("0.17.6", ("zero1", "--precision", "bf16"), "engine deepspeed does not support bf16"),
     ("0.18.5", ("zero2", "--precision", "bf16"), "(deepspeed 0.18.5; 0.19.8 supports it)"),
+    ("0.19.2", ("pp2",), "github.com/deepspeedai/DeepSpeed/issues/8152"), ("0.19.3", ("pp2",), None),
     ("0.17.6", ("zero1",), None), ("0.17.6", ("zero3", "--precision", "bf16"), None), ("0.18.5", ("zero2",), None),
 ])
 def test_layouts_that_an_old_version_computes_incorrectly_are_rejected(
         tmp_path: Path, version: str, layout: tuple[str, ...], problem: str | None) -> None:
-    metadata = tmp_path / f"deepspeed-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+    pretend_version(tmp_path, version)
     result = check(tmp_path, *layout)
     assert result.returncode == (2 if problem else 0), result.stderr
     assert (problem or "") in result.stderr
+
+
+@pytest.mark.parametrize(("version", "is_wrong"), [("0.18.5", True), ("0.19.2", True), ("0.19.3", False)])
+def test_gradients_are_not_overlapped_by_a_version_that_reduces_incomplete_ones(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, is_wrong: bool) -> None:
+    pretend_version(tmp_path, version)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def overlap(source: str, device: str) -> object:
+        zero = resolve(Request(source, world_size=4, device=device, precision="fp32")).deepspeed
+        return zero["zero_optimization"].get("overlap_comm")
+
+    assert overlap("zero1", "cuda") == overlap("zero2", "xpu") == (None if is_wrong else True)
+    assert overlap("zero3", "cuda") is None
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
+    assert overlap(str(mine), "cpu") is False
+    if is_wrong:
+        with pytest.raises(UserError, match="reduces gradients before they are complete") as error:
+            overlap(str(mine), "cuda")
+        assert error.value.where == "overlap_comm of mine.json"
+    else:
+        assert overlap(str(mine), "cuda") is True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import os
 
 import torch
 
 from ezpz_llm.core.base import UserError, exit_after_uncaught_exception
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.version_rules import avoiding_settings
 
 _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
 
@@ -28,8 +30,13 @@ def check_group(info: RankInfo) -> None:
 
 def create_group(device: torch.device, store: torch.distributed.Store, rank: int, world_size: int,
                  timeout: datetime.timedelta) -> None:
-    """Create the process group with the backend of a device. Collective."""
+    """Create the process group with the backend of a device. Collective.
+
+    First sets variables that avoid known bugs of the installed versions, unless the user has set them.
+    """
     traits = DEVICES[device.type]
+    for name, value in avoiding_settings(device.type, torch.__version__, torch.version.hip).items():
+        os.environ.setdefault(name, value)
     torch.distributed.init_process_group(traits.collectives, store=store, rank=rank, world_size=world_size,
                                          timeout=timeout, device_id=device if traits.bound else None)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ezpz_llm.core.base import UserError, installed
 from ezpz_llm.training.dist.deepspeed_names import NAMES, missing_name_error
+from ezpz_llm.training.dist.version_rules import PIPELINES, STAGE_2, WIDE_GRADIENTS, find_rule
 from ezpz_llm.training.layout.layout import Layout
 
 
@@ -23,14 +24,9 @@ def require_support(layout: Layout) -> None:
     Raises:
         UserError: DeepSpeed is not installed, trains incorrectly with this layout, or lacks a name.
     """
-    if layout.pp > 1 and _is_older_than(0, 19):
-        raise _incorrect_version_error(
-            "divides gradients by the accumulation steps inconsistently across pipeline stages", layout, "0.19.8",
-            "--ds-config zero1")
-    if layout.zero.stage == 2 and _is_older_than(0, 18):
-        raise _incorrect_version_error(
-            "computes wrong gradients in ZeRO stage 2 (github.com/deepspeedai/DeepSpeed/issues/7718)", layout,
-            "0.18.5", "--ds-config zero1")
+    for use, is_used in ((PIPELINES, layout.pp > 1), (STAGE_2, layout.zero.stage == 2)):
+        if is_used:
+            reject_use(use, f"layout {layout.name}", "use --ds-config zero1")
     for module, name in _names_used_by(layout):
         if not _source_words(module).issuperset(name.split(".")):
             raise missing_name_error(f"{module}.{name}", f"layout {layout.name}")
@@ -49,21 +45,28 @@ def _names_used_by(layout: Layout) -> list[tuple[str, str]]:
 
 
 def accumulates_bf16_in_fp32(layout: Layout) -> bool:
-    """Return True if the installed DeepSpeed accumulates bf16 parameters' gradients in fp32 in this layout.
+    """Return True if the installed DeepSpeed accumulates bf16 parameters' gradients in fp32 in this layout."""
+    return layout.zero.stage == 3 or is_correct(WIDE_GRADIENTS)
 
-    Before 0.19, stages 1 and 2 accumulate partly in bf16 (0.18.5) or fail (0.17.6).
+
+def is_correct(use: str) -> bool:
+    """Return False if the installed DeepSpeed has a known bug in a use of it (`training/dist/version_rules.py`)."""
+    return find_rule("DeepSpeed", installed("deepspeed"), use) is None
+
+
+def reject_use(use: str, where: str, otherwise: str) -> None:
+    """Reject a use in which the installed DeepSpeed has a known bug.
+
+    Args:
+        otherwise: what to change instead of the version.
+
+    Raises:
+        UserError: it has one.
     """
-    return layout.zero.stage == 3 or not _is_older_than(0, 19)
-
-
-def _is_older_than(*release: int) -> bool:
-    version = re.findall(r"\d+", installed("deepspeed") or "")
-    return bool(version) and tuple(map(int, version[:2])) < release
-
-
-def _incorrect_version_error(problem: str, layout: Layout, fixed_in: str, layout_option: str) -> UserError:
-    return UserError(f"deepspeed {installed('deepspeed')} {problem}", where=f"layout {layout.name}",
-                     instead=f"pip install 'deepspeed>={fixed_in},<0.20', or use {layout_option}")
+    version = installed("deepspeed")
+    if (rule := find_rule("DeepSpeed", version, use)) is not None:
+        raise UserError(f"deepspeed {version} {rule.problem} ({rule.issue.removeprefix('https://')})", where=where,
+                        instead=f"pip install 'deepspeed>={rule.fixed_in},<0.20', or {otherwise}")
 
 
 @functools.cache

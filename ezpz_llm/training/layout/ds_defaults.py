@@ -8,6 +8,8 @@ from typing import Any
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.version_rules import OVERLAP
+from ezpz_llm.training.layout.deepspeed_versions import is_correct
 from ezpz_llm.training.layout.ds_config import DsConfig
 from ezpz_llm.training.layout.layout import Layout
 from ezpz_llm.training.layout.memory import held_parameters
@@ -131,7 +133,7 @@ def default_sizes(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | 
     if device in DEVICES and not DEVICES[device].overlaps:
         # Other devices overlap this copy with the backward pass; its cost there was not measured.
         defaults |= _copy_saving_default(zero, layout)
-    elif device in DEVICES and _benefits_from_overlap(zero, layout):
+    elif device in DEVICES and _benefits_from_overlap(zero, layout) and is_correct(OVERLAP):
         defaults["overlap_comm"] = True, "reduces gradients during the backward pass"
         if zero.get("overlap_comm", True):
             defaults |= _smaller_buckets(layout, model)

@@ -15,10 +15,11 @@ from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import RunDir, SideFiles
 from ezpz_llm.core.rundir.layout_record import LayoutRecord
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.version_rules import OVERLAP
 from ezpz_llm.training.layout import ds_defaults
 from ezpz_llm.training.layout.batch import Batch, solve_batch
 from ezpz_llm.training.layout.constraints import check_gradient_scaling
-from ezpz_llm.training.layout.deepspeed_versions import require_support
+from ezpz_llm.training.layout.deepspeed_versions import reject_use, require_support
 from ezpz_llm.training.layout.ds_config import DsConfig, load
 from ezpz_llm.training.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.training.layout.ds_config_overrides import BATCH_KEYS, RunOverrides, split_ds_config
@@ -224,6 +225,8 @@ class _Inputs:
                 deepspeed["zero_optimization"], layout, model, world_size, str(self.file))
             for key, (value, source) in default_sizes(zero, layout, model, device).items():
                 zero[key], used[key] = value, ValueSource(Origin.FILE, source)
+            if zero.get("overlap_comm") and layout.zero.stage in (1, 2) and layout.pp == 1:
+                reject_use(OVERLAP, f"overlap_comm of {config.path.name}", 'set "overlap_comm": false')
             if not OPTIMIZERS[request.optimizer].is_known_to_deepspeed:
                 deepspeed["zero_allow_untested_optimizer"] = True
         elif overrides.rest:
