@@ -176,6 +176,6 @@ def test_torch_with_incorrect_fully_shard_is_rejected(monkeypatch: pytest.Monkey
     monkeypatch.delattr(FSDPModule, "set_force_sum_reduction_for_comms", raising=False)
     part = torch.nn.Linear(1, 1)
     part.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})  # as fully_shard does
-    with pytest.raises(UserError, match="incorrect on CPU") as raised:
-        _sum_and_divide(part)
+    with pytest.raises(UserError, match="incorrect on cpu") as raised:
+        _sum_and_divide(part, "cpu")
     assert "--ds-config zero3" in raised.value.instead

@@ -217,10 +217,11 @@ def test_wrong_sums_or_weights_fail_the_run(tmp_path):
     assert "bad   sums: rank 1 got wrong sums in all-reduces (all ranks, same node)" in log
     assert log.count("WRONG on ranks 1") == 6  # three sizes of two kinds
     assert "bad   weights: rank 1 has different weights than rank 0: losses of " in log
-    assert "test_dist: unfit: 2 problems (" in log
+    assert "bad   values: rank 1 got wrong values: all-reduce in fp32" in log
+    assert "test_dist: unfit: 3 problems (" in log
     record = read_record(RunDir(tmp_path / "out")).test_dist
     assert record.fit is False
-    assert [finding.topic for finding in record.findings] == ["sums", "weights"]
+    assert [finding.topic for finding in record.findings] == ["sums", "values", "weights"]
 
 
 @pytest.mark.full

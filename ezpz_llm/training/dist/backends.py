@@ -19,6 +19,8 @@ class _Traits:
         own: each rank uses its own device, selected by local rank. If False, all ranks of a node share one.
         bound: process groups are created with `device_id`, so that they do not guess the device, and create
             communicators at once instead of in the first collective.
+        averages: the backend's average of a reduction is correct. If not, sum and divide.
+        exact_all_to_all: all-to-all returns the right values. If unsure, its groups are checked at the start.
         overlaps: communication can overlap with computation.
         pins: copies to the device can be asynchronous, but only from pinned CPU memory.
         parts: a device may be a part of a card (a tile) that reports the card's UUID.
@@ -31,6 +33,8 @@ class _Traits:
     collectives: str
     own: bool = True
     bound: bool = False
+    averages: bool = False
+    exact_all_to_all: bool = True
     overlaps: bool = True
     pins: bool = True
     parts: bool = False
@@ -41,10 +45,13 @@ class _Traits:
 
 
 DEVICES = {
-    "cuda": _Traits("nccl", bound=True, tf32=True),
-    "xpu": _Traits("xccl", parts=True, bf16="yes"),
+    "cuda": _Traits("nccl", bound=True, averages=True, tf32=True),
+    # oneCCL's average raises an error or divides twice (github.com/intel/torch-xpu-ops issues 2361 and 3020,
+    # github.com/uxlfoundation/oneCCL issue 195); its all-to-all returned wrong data (torch-xpu-ops issue 3021).
+    "xpu": _Traits("xccl", exact_all_to_all=False, parts=True, bf16="yes"),
     # overlaps=False: there is a single command queue, and DeepSpeed has no streams for MPS.
     "mps": _Traits("gloo", own=False, overlaps=False, pins=False, bf16="no", float64=False),
+    # gloo's average is a sum in some versions of torch (github.com/pytorch/pytorch/issues/162338).
     "cpu": _Traits("gloo", own=False, overlaps=False, pins=False, fp16=False),
 }
 """Traits by torch device type, in order of preference."""

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.torch_internals import initialize_fsdp, tree_leaves
 from ezpz_llm.training.engine.gradient_reducer import GradientReducer
 from ezpz_llm.training.engine.gradients import sharded_norm_and_clip
@@ -79,8 +80,8 @@ class Fsdp2Engine(TorchEngine):
             if not isinstance(block, Block):
                 block.register_forward_hook(partial(_check_output, module_names[block]))
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        if dist.device.type == "cpu":
-            _sum_and_divide(model)
+        if not DEVICES[dist.device.type].averages:
+            _sum_and_divide(model, dist.device.type)
         fill_rows(model, dist.device, *self._place)
         self._sharded = dict(model.named_parameters())
         self._rows = {name: parameter.to_local().detach() for name, parameter in self._sharded.items()}
@@ -208,10 +209,10 @@ def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def _sum_and_divide(model: nn.Module) -> None:
-    """Average gradients by a sum and a division, because gloo's average is a sum in some versions of torch.
+def _sum_and_divide(model: nn.Module, device_type: str) -> None:
+    """Average gradients by a sum and a division, on devices whose backend averages incorrectly.
 
-    See github.com/pytorch/pytorch/issues/162338. With Adam and clipping, losses do not show the bug, but norms do.
+    If it sums instead, losses with Adam and clipping do not show the bug, but norms do.
 
     Raises:
         UserError: this torch is too old for the setting. In some such versions, fully_shard fails on CPU.
@@ -220,8 +221,8 @@ def _sum_and_divide(model: nn.Module) -> None:
         if not isinstance(part, FSDPModule):
             continue
         if not hasattr(part, "set_force_sum_reduction_for_comms"):
-            raise UserError(f"fully_shard of torch {torch.__version__} is incorrect on CPU: it fails, or sums "
-                            "gradients instead of averaging them", where="layout fsdp2",
+            raise UserError(f"fully_shard of torch {torch.__version__} is incorrect on {device_type}: it fails, "
+                            "or sums gradients instead of averaging them", where="layout fsdp2",
                             instead="upgrade torch, or use --ds-config zero3, which shards the same state")
         part.set_force_sum_reduction_for_comms(True)
 

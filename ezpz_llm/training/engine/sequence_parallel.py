@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ezpz_llm.core.base import UserError
 from ezpz_llm.training.data.samples import IGNORED
+from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.collective_values import wrong_kinds
 from ezpz_llm.training.dist.mesh import Mesh
 from ezpz_llm.training.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.training.model.gpt import GPT
@@ -33,13 +36,31 @@ def apply(model: GPT, mesh: Mesh, device_type: str) -> None:
 
     Args:
         device_type: device type to import DeepSpeed for.
+
+    Raises:
+        UserError: the backend's all-to-all is not trusted, and returns wrong values.
     """
     deepspeed = import_deepspeed(device_type)
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), dist_init_required=False)
     group = mesh.real_group("sp")
+    if not DEVICES[device_type].exact_all_to_all:
+        _require_exact_all_to_all(group, torch.device(device_type))
     for block in model.transformer["h"]:
         block.attn.product = _SequenceProduct(block.attn.product, group)
     model.forward = _shared(model.forward, *mesh.place("sp"), group)  # type: ignore[method-assign]
+
+
+def _require_exact_all_to_all(group: torch.distributed.ProcessGroup, device: torch.device) -> None:
+    """Check the values of an all-to-all in this rank's group. Collective among all ranks.
+
+    Raises:
+        UserError: a rank of any group got wrong values; the same on every rank.
+    """
+    errors = torch.tensor(len(wrong_kinds(group, device, ("all-to-all",))), device=device)
+    torch.distributed.all_reduce(errors, op=torch.distributed.ReduceOp.MAX)
+    if errors.item():
+        raise UserError(f"all-to-all returns wrong values on {device.type}, and sequence parallelism depends on it",
+                        where="sp", instead="--sp 1, or a torch that ezpz_llm.test_dist finds to be right")
 
 
 class _SequenceProduct(nn.Module):

@@ -42,10 +42,11 @@ class Compute(Answer, frozen=True):
 
 
 class Reduction(Answer, frozen=True):
-    """Bus bandwidth of an all-reduce, and gloo's interfaces."""
+    """Bus bandwidth of an all-reduce, gloo's interfaces, and the kinds of collectives with wrong values."""
 
     bytes_per_second: float
     interfaces: list[str] = []
+    wrong_kinds: list[str] = []
 
 
 class Network(Answer, frozen=True):

@@ -18,6 +18,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from ezpz_llm.launcher.basics.addresses import listen
 from ezpz_llm.launcher.basics.ranks import find_rank
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.collective_values import wrong_kinds
 from ezpz_llm.training.dist.device import choose_device, device_identity, synchronize
 from ezpz_llm.training.dist.rendezvous import new_name, node_folder
 from ezpz_llm.verify.check.facts import Compute, Device, Measurement, Mpi, Ready, Reduction, StoreLocation
@@ -111,6 +112,8 @@ class Worker:
     def _reduce(self, request: Request) -> Reduction:
         """Measure the bus bandwidth of an all-reduce in the requested group, the best of several repeats.
 
+        Also checks the values of every kind of collective.
+
         Each group is a separate world that is created and destroyed here, so that it does not depend on ranks
         outside the group.
         """
@@ -134,7 +137,8 @@ class Worker:
         for _ in range(min(_MAX_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
             best = min(best, self._timed_reduce(values))
         bus = 2 * (request.size - 1) / request.size
-        answer = Reduction(bus * size / best, self._interfaces())
+        answer = Reduction(bus * size / best, self._interfaces(),
+                           wrong_kinds(torch_dist.group.WORLD, self._device))
         torch_dist.destroy_process_group()
         self._in_group = False
         return answer

@@ -22,6 +22,7 @@ from ezpz_llm.core.rundir.records import Environment, Finding, SmokeTest, update
 from ezpz_llm.launcher.basics.variables import ENDING, RENDEZVOUS, STARTING, TRAINING
 from ezpz_llm.training.dist import Dist, Heartbeat
 from ezpz_llm.training.dist.agreement import all_gather, all_reduce, run_together
+from ezpz_llm.training.dist.collective_values import wrong_kinds
 from ezpz_llm.training.dist.seeds import seed_for
 from ezpz_llm.training.dist.setup import setup
 from ezpz_llm.training.engine.base import Engine
@@ -266,17 +267,20 @@ def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
 
 
 def _find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
-                   wrong_kinds: list[str]) -> list[Finding]:
+                   wrong_groups: list[str], wrong_values: list[str]) -> list[Finding]:
     """Return the problems of all ranks; the same list on every rank. Collective.
 
     Args:
         before, after: this rank's `held_out_loss` before and after training.
-        wrong_kinds: kinds of groups in which this rank got wrong sums.
+        wrong_groups: kinds of groups in which this rank got wrong sums.
+        wrong_values: kinds of collectives in which this rank got wrong values.
     """
     # Do not use an all-reduce, which may be broken.
-    ranks = all_gather(dist, (dist.rank, after, wrong_kinds))
+    ranks = all_gather(dist, (dist.rank, after, wrong_groups, wrong_values))
     findings = [Finding("bad", "sums", f"rank {rank} got wrong sums in all-reduces ({', '.join(kinds)})", _ONE_RANK)
-                for rank, _, kinds in ranks if kinds]
+                for rank, _, kinds, _ in ranks if kinds]
+    findings += [Finding("bad", "values", f"rank {rank} got wrong values: {', '.join(kinds)}", _ONE_RANK)
+                 for rank, *_, kinds in ranks if kinds]
     reference = ranks[0][1]
     first_non_finite = next((line["step"] for line in lines if line["loss"] is None), None)
     if first_non_finite is not None:
@@ -287,7 +291,7 @@ def _find_problems(dist: Dist, lines: list[dict[str, Any]], before: float, after
                                                f"{reference:.6g} after it, on the same samples", _ALL_RANKS))
     findings += [Finding("bad", "weights", f"rank {rank} has different weights than rank 0: losses of {loss:.6g} "
                                            f"and {reference:.6g} on the same samples", _ONE_RANK)
-                 for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
+                 for rank, loss, *_ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
     return findings
 
 
@@ -318,6 +322,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
                                   "batch": asdict(resolved.batch), "device": options.device})
             print_lines(description(dist, resolved, environment, import_seconds))
         measured = measure_reductions(dist)
+        wrong_values = wrong_kinds(torch.distributed.group.WORLD, dist.device) if dist.world_size > 1 else []
         if dist.is_main:
             print_lines(_reductions_table(measured))
         profile = PythonProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
@@ -325,8 +330,8 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         lines = train(engine, dist, heartbeat, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
         heartbeat.beat(ENDING, options.steps)
         after = held_out_loss(engine, dist, options.seed)
-        wrong_kinds = dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)
-        findings = _find_problems(dist, lines, before, after, list(wrong_kinds))
+        wrong_groups = dict.fromkeys(result.kind for result in measured if dist.rank in result.wrong_ranks)
+        findings = _find_problems(dist, lines, before, after, list(wrong_groups), wrong_values)
         if dist.is_main:
             update_record(dist.run_dir, test_dist=SmokeTest(
                 fit=is_fit(findings), findings=findings,

@@ -199,6 +199,14 @@ def _slow_matmuls(gathered: Gathered) -> Iterator[Finding]:
                       "PERFORMANCE), or exclude it with launch --hosts")
 
 
+def _wrong_values(gathered: Gathered) -> Iterator[Finding]:
+    kinds = group_by_key((facts.host, kind) for facts in gathered.reporting for answer in facts.stages.values()
+                         if isinstance(answer, Reduction) for kind in answer.wrong_kinds)
+    for host, names in kinds.items():
+        yield Finding("bad", "links", f"wrong values of collectives on {host}: {', '.join(dict.fromkeys(names))}",
+                      "exclude the node with launch --hosts, or use another version of torch")
+
+
 def _slow_nodes(gathered: Gathered) -> Iterator[Finding]:
     rates = {host: min(of_host) for host, of_host in group_by_key(
         (facts.host, answer.bytes_per_second) for facts, answer in gathered.measured(Reduction, NODE)).items()}
@@ -261,5 +269,5 @@ def _failed_links(gathered: Gathered) -> Iterator[Finding]:
 REACH_RULES = (_unbound_port, _unreached_nodes, _wrong_master_address, missing_interfaces, _hostname_problems)
 """Rules for the route to MASTER_ADDR:MASTER_PORT, and for interfaces."""
 LINK_RULES = (_wrong_network, _network_differences, _interface_differences, _failed_stages, _failed_links,
-              _slow_matmuls, _slow_nodes, _slow_links)
+              _wrong_values, _slow_matmuls, _slow_nodes, _slow_links)
 """Rules for the network that NCCL, RCCL or oneCCL chose, the interfaces that gloo used, and speed."""
