@@ -17,7 +17,7 @@ _ELEMENTS = 1000
 
 
 class _Values:
-    """What the ranks of a group send. All values are small integers, and sums of them are exact in fp32."""
+    """Values that the ranks of a group send: small integers, whose sums are exact in fp32."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
         self.group, self.device, self.dtype = group, device, dtype
