@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ezpz_llm.training.checkpoint import writer
-from ezpz_llm.training.checkpoint.saver import CpuMemory, cpu_bytes
+from ezpz_llm.training.checkpoint import cpu_copy, writer
+from ezpz_llm.training.checkpoint.cpu_copy import CpuMemory, cpu_bytes
 from ezpz_llm.training.checkpoint.writer import read_shard, write_shard
 from ezpz_llm.training.engine.optimizer_state import TorchState
 
@@ -38,8 +38,11 @@ def test_every_generator_continues_after_restore(name: str, tmp_path: Path) -> N
     assert ("device" in states) == (name != "cpu")
 
 
+@pytest.mark.parametrize("block", [cpu_copy._BLOCK, 1 << 12])
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_copy_keeps_the_state_of_its_moment_and_reuses_memory(name: str, tmp_path: Path) -> None:
+def test_a_copy_keeps_the_state_of_its_moment_and_reuses_memory(name: str, block: int, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_copy, "_BLOCK", block)
     device = torch.device(name)
     model = torch.nn.Linear(300, 70).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -51,7 +54,10 @@ def test_a_copy_keeps_the_state_of_its_moment_and_reuses_memory(name: str, tmp_p
         expected = model.weight.detach().flatten().cpu().clone(), moment.cpu().clone()
         shard = read_shard(state, 0, device)
         copy = memory.copy(shard)
-        assert cpu_bytes(shard) >= 3 * 4 * (300 * 70 + 70)
+        needed = sum(value.nbytes for value in shard.outline.values())
+        assert needed <= cpu_bytes(shard, device) == sum(part.numel() for part in memory._blocks)
+        # Pinned blocks are powers of two: one for all values may take twice their size.
+        assert (cpu_bytes(shard, torch.device("cuda")) <= needed + 2 * 4096) == (block == 4096)
         with torch.no_grad():
             model.weight.fill_(number)
             moment.fill_(number)
@@ -59,5 +65,5 @@ def test_a_copy_keeps_the_state_of_its_moment_and_reuses_memory(name: str, tmp_p
         written = load_file(tmp_path / record.name)
         assert torch.equal(written["weight/weight"], expected[0])
         assert torch.equal(written["exp_avg/bias"], expected[1])
-        places.append(memory._memory.data_ptr())
+        places.append(memory._blocks[0].data_ptr())
     assert len(set(places)) == 1

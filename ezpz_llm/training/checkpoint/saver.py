@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.memory_groups import usable_memory
 from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.training.checkpoint.chain import continue_branch, place
+from ezpz_llm.training.checkpoint.cpu_copy import CpuMemory, cpu_bytes
 from ezpz_llm.training.checkpoint.manifest import complete_checkpoints, start_partial
 from ezpz_llm.training.checkpoint.retention import Keep, prune
 from ezpz_llm.training.checkpoint.state import Progress, State
@@ -34,46 +31,7 @@ from ezpz_llm.training.checkpoint.writer import (
 )
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.dist.agreement import broadcast, gather, run_together
-from ezpz_llm.training.dist.backends import DEVICES
-from ezpz_llm.training.dist.device import synchronize
 from ezpz_llm.training.layout.ds_defaults import uses_nvme
-
-_ALIGN = 64
-
-
-def cpu_bytes(shard: Shard) -> int:
-    """Return the bytes of CPU memory that a copy of a shard needs."""
-    return sum(map(_aligned, shard.outline.values()))
-
-
-def _aligned(tensor: torch.Tensor) -> int:
-    return math.ceil(tensor.numel() * tensor.element_size() / _ALIGN) * _ALIGN
-
-
-class CpuMemory:
-    """CPU memory for a copy of a rank's shard. A thread writes the copy while training changes the state.
-
-    It is allocated for the first copy and reused for later ones, once the previous copy is written. For GPUs it is
-    pinned, so that the copies are asynchronous and run at full bus speed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, shard: Shard) -> Shard:
-        """Return a copy of the shard; the engine may change its tensors when this returns."""
-        needed = cpu_bytes(shard)
-        if self._memory.numel() < needed:
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=DEVICES[self._device.type].pins)
-        offsets = itertools.accumulate(map(_aligned, shard.outline.values()), initial=0)
-        copies = []
-        for at, tensor in zip(offsets, shard.tensors, strict=False):
-            size = tensor.numel() * tensor.element_size()
-            target = self._memory[at:at + size].view(tensor.dtype)
-            copies.append(target.copy_(tensor.detach().view(-1), non_blocking=True))
-        synchronize(self._device)
-        return replace(shard, tensors=iter(copies))
 
 
 class NotWrittenError(UserError):
@@ -270,7 +228,7 @@ class Saver:
         """
         if uses_nvme(engine.layout):
             return "the optimizer state is in files, not in memory"
-        demands = gather(self._dist, (socket.gethostname(), cpu_bytes(shard), usable_memory()[1]))
+        demands = gather(self._dist, (socket.gethostname(), cpu_bytes(shard, engine.device), usable_memory()[1]))
         by_node: dict[str, tuple[int, int]] = {}
         for hostname, size, available in demands or []:
             by_node[hostname] = (by_node.get(hostname, (0, 0))[0] + size, available)

@@ -61,8 +61,8 @@ class Shard:
     """The part of a checkpoint that one rank writes; it can be written only once.
 
     `outline` maps each name in the file to a tensor of the right size and dtype, for example on the meta device.
-    `tensors` yields the values in the same order; a value may be the engine's own storage, and is valid only until
-    the next one is requested.
+    `tensors` yields the values in the same order, some perhaps as several consecutive parts. A tensor may be the
+    engine's own storage, and is valid only until the next one is requested.
     """
 
     name: str
@@ -180,10 +180,11 @@ def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iter
 
     Args:
         outline: tensors of the same sizes and dtypes in the same order, by name; they may be on the meta device.
-        tensors: the values, on any device.
+        tensors: the values, on any device; a value may be divided into consecutive parts.
         metadata: content of the header's `__metadata__`.
 
     Raises:
+        ValueError: the values have another size than the outline.
         OSError: for example, the disk is full; the file is then incomplete.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -200,12 +201,14 @@ def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iter
         for chunk in (len(text).to_bytes(8, "little"), text):
             file.write(chunk)
             digest.update(chunk)
-        for _, tensor in zip(outline, tensors, strict=True):
+        for tensor in tensors:
             values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             data = memoryview(values.view(-1).view(torch.uint8).numpy())
             file.write(data)
             digest.update(data)
+        size = file.tell()
+        if size != 8 + len(text) + offset:
+            raise ValueError(f"the values of {path.name} have {size - 8 - len(text)} bytes instead of {offset}")
         file.flush()
         os.fsync(file.fileno())
-        size = file.tell()
     return FileRecord(path.name, size, digest.hexdigest())
