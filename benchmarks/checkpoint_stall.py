@@ -23,7 +23,7 @@ import torch
 
 from ezpz_llm.core.rundir import write_json
 from ezpz_llm.training import checkpoint
-from ezpz_llm.training.checkpoint.saver import cpu_bytes
+from ezpz_llm.training.checkpoint.cpu_copy import cpu_bytes
 from ezpz_llm.training.checkpoint.writer import read_shard
 from ezpz_llm.training.dist.setup import setup
 from ezpz_llm.training.engine.base import Engine
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
                 for _ in range(3):
                     loop.train()
                 saves[at_once].append(loop.save(at_once))
-        memory = cpu_bytes(read_shard(engine.training_state(), 0, dist.device))
+        memory = cpu_bytes(read_shard(engine.training_state(), 0, dist.device), dist.device)
     if not loop.losses[-1] < loop.losses[0]:
         raise SystemExit(f"error: the loss went from {loop.losses[0]:.3f} to {loop.losses[-1]:.3f}")
 

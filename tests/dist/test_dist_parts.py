@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.private_folders import make_private
+from ezpz_llm.launcher.basics.devices import MASKS
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist import device as device_module
 from ezpz_llm.training.dist.backends import DEVICES
@@ -307,7 +309,7 @@ def test_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "dev" / "kfd").touch()
     reject_unusable_gpus({}, tmp_path)  # integrated graphics of a desktop CPU, and a torch build without ROCm
     (tmp_path / "dev" / "nvidia0").touch()
-    with pytest.raises(UserError, match=r"a GPU that torch cannot use: torch .* is built for CPUs") as caught:
+    with pytest.raises(UserError, match=r"an NVIDIA GPU that torch cannot use: .* built for CPUs") as caught:
         reject_unusable_gpus({}, tmp_path)
     assert f"{tmp_path}/dev/nvidia0" in caught.value.where
     assert "--device cpu to use the CPU intentionally" in caught.value.instead
@@ -317,6 +319,40 @@ def test_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(UserError, match=r"is built for ROCm 6\.2"):
         reject_unusable_gpus({}, tmp_path)
+
+
+def gpus_of(folder: Path, *, simds: int = 0, intel: str = "") -> Path:
+    """Make the root of a node with an AMD or Intel GPU, as their drivers list it."""
+    amd, pci = folder / "sys/class/kfd/kfd/topology/nodes/1", folder / "sys/bus/pci/devices/0000:18:00.0"
+    for place in (amd, pci):
+        place.mkdir(parents=True)
+    (amd / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simds}\n")
+    (pci / "vendor").write_text("0x8086\n")
+    (pci / "device").write_text(f"{intel}\n")
+    return folder
+
+
+@pytest.mark.parametrize(("gpu", "vendor"), [
+    ({"simds": 440}, "AMD"),  # half of an MI250X
+    ({"intel": "0x0bd5"}, "Intel"),  # Aurora
+    ({"simds": 80}, None), ({"intel": "0x7d55"}, None),  # integrated graphics
+])
+def test_torch_for_cpus_is_an_error_on_a_node_with_gpus_of_any_vendor(tmp_path, monkeypatch, gpu, vendor):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    root = gpus_of(tmp_path, **gpu)
+    if vendor is None:
+        reject_unusable_gpus({}, root)
+    else:
+        with pytest.raises(UserError, match=f"this node has an {vendor} GPU that torch cannot use"):
+            reject_unusable_gpus({}, root)
+
+
+def test_torch_for_cpus_is_an_error_if_launch_knows_of_devices(tmp_path):
+    with pytest.raises(UserError, match=r"this node has a GPU that torch cannot use: .* built for") as caught:
+        reject_unusable_gpus({"EZPZ_LLM_DEVICES": "8 site frontier"}, tmp_path)
+    assert "EZPZ_LLM_DEVICES=8 site frontier, from launch" in caught.value.where
+    reject_unusable_gpus({"EZPZ_LLM_DEVICES": "8 site frontier", "ROCR_VISIBLE_DEVICES": ""}, tmp_path)
 
 
 def test_idle_gpus_are_checked_only_for_device_auto(monkeypatch):
@@ -358,3 +394,27 @@ def test_tiles_of_a_card_have_different_identities(monkeypatch):
     assert len({first, second, masked}) == 3
     assert device_identity(torch.device("xpu", 0)) == masked
     assert device_identity(torch.device("cuda", 0)) == "card"
+
+
+def test_partitions_of_an_amd_card_have_different_identities(monkeypatch):
+    """torch may report the same UUID for all partitions of an MI300."""
+    properties = SimpleNamespace(uuid="card", pci_domain_id=0, pci_bus_id=0x11, pci_device_id=0)
+    monkeypatch.setattr(torch, "get_device_module",
+                        lambda device: SimpleNamespace(get_device_properties=lambda device: properties))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name in MASKS:
+        monkeypatch.delenv(name, raising=False)
+    assert device_identity(torch.device("cuda", 3)) == "card PCI 0000:11:00 /3"
+    masked = []
+    for mask in "45":
+        monkeypatch.setenv("ROCR_VISIBLE_DEVICES", mask)
+        masked.append(device_identity(torch.device("cuda", 0)))
+    assert masked == ["card PCI 0000:11:00 4/0", "card PCI 0000:11:00 5/0"]
+
+
+def test_ranks_may_share_a_device_if_the_user_says_so(monkeypatch, capfd):
+    monkeypatch.setenv("EZPZ_LLM_SHARED_DEVICES", "warn")
+    store = HashStore()
+    for rank in range(2):
+        claim_device(store, "n1", "cuda", "GPU-a", rank)
+    assert "warning: ranks 0 and 1 on n1 share one device (GPU-a)" in capfd.readouterr().err

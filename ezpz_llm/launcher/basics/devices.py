@@ -19,6 +19,12 @@ _DEVICE_FILES = ("nvidia", "kfd", "accel", "davinci", "hl", "mlu", "neuron")
 _COMMON_DEVICE_FILES = {"dri": "libze_intel_gpu.so.1", "dxg": "libcuda.so.1"}
 """Device files that most laptops have too, with the library that computing on the device requires."""
 _LIBRARY_PLACES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/lib/wsl/lib")
+_INTEGRATED_SIMDS = 80
+"""SIMD units of the largest integrated graphics of AMD, two per compute unit; an MI100 has 480."""
+_INTEL = "0x8086"
+_PONTE_VECCHIO = tuple(f"0x{number:04x}" for number in (0x0B69, 0x0B6E, *range(0x0BD0, 0x0BDC), 0x0BE0, 0x0BE1,
+                                                        0x0BE5))
+"""PCI ids of Intel's Data Center GPU Max, from INTEL_PVC_IDS in Linux's include/drm/intel/pciids.h."""
 _PCI_PROPERTIES = ("domain", "location_id")
 """Properties of an AMD topology node that give its PCI address."""
 
@@ -53,6 +59,28 @@ def gpu_driver() -> str | None:
     return "NVIDIA" if _entries(_NVIDIA) else "AMD" if _amd_nodes() else None
 
 
+class Accelerator(NamedTuple):
+    """Accelerator of this node: its vendor, and a file of its driver or of the PCI bus."""
+
+    vendor: str
+    file: Path
+
+
+def accelerators(root: Path = Path("/")) -> list[Accelerator]:
+    """Return the GPUs for computing of a node, whether or not its software can use them.
+
+    Integrated graphics do not count, which the drivers of AMD and Intel list too.
+    """
+    nvidia = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("dev/nvidia[0-9]*")]
+    amd = [node for node in _entries(root / _AMD.relative_to("/"))
+           if int(_amd_properties(node).get("simd_count", "0")) > _INTEGRATED_SIMDS]
+    intel = [device for device in _entries(root / "sys/bus/pci/devices")
+             if system_text(device / "vendor").strip() == _INTEL
+             and system_text(device / "device").strip() in _PONTE_VECCHIO]
+    return [Accelerator(vendor, file) for vendor, files in (("NVIDIA", nvidia), ("AMD", amd), ("Intel", intel))
+            for file in files]
+
+
 def has_no_accelerator(env: Mapping[str, str]) -> bool:
     """Return True if this node certainly has no usable accelerator of any vendor; False if unsure."""
     visible = visible_devices(env)
@@ -81,10 +109,14 @@ def _amd_nodes() -> list[Path]:
 
 
 def _amd_address(node: Path) -> str:
-    values = dict(line.split(maxsplit=1) for line in system_text(node / "properties").splitlines() if " " in line)
+    values = _amd_properties(node)
     domain, location = (int(values.get(name, "0")) for name in _PCI_PROPERTIES)
     # Bus, device and function are 8, 5 and 3 bits, as in the kernel's amdkfd.
     return f"{domain:04x}:{location >> 8 & 0xff:02x}:{location >> 3 & 0x1f:02x}.{location & 0x7}"
+
+
+def _amd_properties(node: Path) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in system_text(node / "properties").splitlines() if " " in line)
 
 
 def _mask_ids(mask: str) -> tuple[str, ...]:

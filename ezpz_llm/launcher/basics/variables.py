@@ -17,6 +17,12 @@ PLACES_VARIABLE = "EZPZ_LLM_PLACES"
 SITE_VARIABLE = "EZPZ_LLM_SITE"
 """Site: a name, or the path of its file."""
 
+DEVICES_VARIABLE = "EZPZ_LLM_DEVICES"
+"""Accelerators of each node by the scheduler, the site file, or a driver, and this source: "8 site frontier".
+
+Unset if there are none, and if a mask determines them.
+"""
+
 BIND_VARIABLE = "EZPZ_LLM_BIND"
 """Cores of each local rank ("0-3:4-7") for the shim to bind, if the launcher cannot bind ranks."""
 
@@ -48,6 +54,11 @@ FAILURE_TEXTS_VARIABLE = "EZPZ_LLM_FAILURE_TEXTS"
 
 PATH_VARIABLE = "EZPZ_LLM_PATH"
 """launch's PATH, which the shim restores; set only for launchers that change the PATH of ranks."""
+
+SHARED_DEVICES_VARIABLE = "EZPZ_LLM_SHARED_DEVICES"
+"""WARN if ranks may share a device, which is an error otherwise; set by the user."""
+
+WARN = "warn"
 
 RANK_VARIABLE = "EZPZ_LLM_RANK"
 """Rank of a process; the shim sets it, and children inherit it."""

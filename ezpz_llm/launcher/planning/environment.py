@@ -19,11 +19,12 @@ from ezpz_llm.core.base import (
 )
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.launcher.basics.addresses import Rendezvous
-from ezpz_llm.launcher.basics.devices import MASKS
+from ezpz_llm.launcher.basics.devices import MASKS, Devices
 from ezpz_llm.launcher.basics.hostlist import fold_counts
 from ezpz_llm.launcher.basics.node_variables import has_uuids, pack_variables
 from ezpz_llm.launcher.basics.variables import (
     BIND_VARIABLE,
+    DEVICES_VARIABLE,
     ENDS_AT_VARIABLE,
     EXTENSIONS_VARIABLE,
     FORWARDED,
@@ -148,6 +149,13 @@ def interface_settings(interface: str | None, source: str, env: Mapping[str, str
     if interface is None:
         return {}
     return {name: Setting(interface, source) for name in _INTERFACE_VARIABLES if not is_users_choice(name, env)}
+
+
+def device_settings(devices: Devices) -> dict[str, Setting]:
+    """Return the variable that tells ranks how many accelerators a node has, unless a mask determines it."""
+    if not devices.ids or devices.source in MASKS:
+        return {}
+    return {DEVICES_VARIABLE: Setting(f"{len(devices.ids)} {devices.source}", devices.source)}
 
 
 def binding_settings(binding: Binding, mask: tuple[str, ...], site: Site,

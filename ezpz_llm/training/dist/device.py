@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ezpz_llm.core.base import UserError, count_noun, unknown_name_error
-from ezpz_llm.launcher.basics.devices import MASKS
+from ezpz_llm.core.base import UserError, count_noun, print_lines, unknown_name_error
+from ezpz_llm.launcher.basics.devices import MASKS, Accelerator, accelerators
 from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.launcher.basics.variables import DEVICES_VARIABLE, SHARED_DEVICES_VARIABLE, WARN
 from ezpz_llm.training.dist.backends import DEVICES
 
 
@@ -75,24 +77,29 @@ def device_index(kind: str, count: int, info: RankInfo) -> int:
 
 
 def reject_unusable_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
-    """Check that the node has no visible GPU that torch cannot use: the run would silently use the CPU.
+    """Check that this node has no visible GPU that torch cannot use: the run would silently use the CPU.
 
-    AMD's driver also lists integrated graphics of desktop CPUs, so it is checked only with a ROCm build of torch.
+    A node has GPUs if its drivers or its PCI bus list some, or if launch knows it (`DEVICES_VARIABLE`).
 
     Raises:
         UserError: torch cannot use the GPU. The message names the driver's files and torch's build.
     """
     if any(not env[name].strip() or env[name].strip() == "-1" for name in MASKS if name in env):
         return
-    driver_files = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("dev/nvidia[0-9]*")]
+    found = accelerators(root)
     if torch.version.hip:
-        driver_files += root.glob("dev/kfd")
-    if not driver_files:
+        found += [Accelerator("AMD", file) for file in root.glob("dev/kfd")]
+    if found:
+        vendor, where = found[0].vendor, str(found[0].file)
+    elif DEVICES_VARIABLE in env:
+        vendor, where = "", f"{DEVICES_VARIABLE}={env[DEVICES_VARIABLE]}, from launch"
+    else:
         return
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPUs"
-    raise UserError(f"this node has a GPU that torch cannot use: torch {torch.__version__} is built for {build}",
-                    where=f"{driver_files[0]}, and --device auto",
+    raise UserError(f"this node has {f'an {vendor}' if vendor else 'a'} GPU that torch cannot use: torch "
+                    f"{torch.__version__} is built for {build}",
+                    where=f"{where}, and --device auto",
                     instead="a torch build that supports the driver (ezpz-llm doctor compares them), or --device "
                             "cpu to use the CPU intentionally")
 
@@ -127,14 +134,19 @@ def device_identity(device: torch.device) -> str | None:
     if not DEVICES[device.type].own:
         return None
     properties: Any = torch.get_device_module(device).get_device_properties(device)
-    # Tiles of a card report the same UUID. The rank's mask or the device index distinguishes them.
-    part = f" {os.environ.get('ZE_AFFINITY_MASK', '')}/{device.index or 0}" if DEVICES[device.type].parts else ""
-    if uuid := getattr(properties, "uuid", None):
-        return f"{uuid}{part}"
     pci_ids = [getattr(properties, f"pci_{field}_id", None) for field in ("domain", "bus", "device")]
-    if None in pci_ids:
+    pci = "" if None in pci_ids else "PCI " + ":".join(f"{number:0{width}x}" for number, width
+                                                       in zip(pci_ids, (4, 2, 2), strict=True))
+    uuid = str(getattr(properties, "uuid", ""))
+    if not DEVICES[device.type].parts and torch.version.hip is None:
+        return uuid or pci or None
+    names = [name for name in (uuid, pci) if name]
+    if not names:
         return None
-    return "PCI " + ":".join(f"{number:0{width}x}" for number, width in zip(pci_ids, (4, 2, 2), strict=True)) + part
+    # Tiles and partitions of a card may report the same UUID and address. The rank's mask or the device index
+    # distinguishes them.
+    masks = [os.environ[name] for name in MASKS if name in os.environ]
+    return f"{' '.join(names)} {','.join(masks)}/{device.index or 0}"
 
 
 def claim_device(store: Store, host: str, kind: str, identity: str | None, rank: int) -> None:
@@ -144,7 +156,8 @@ def claim_device(store: Store, host: str, kind: str, identity: str | None, rank:
         identity: result of `device_identity`; None if ranks may share the device.
 
     Raises:
-        UserError: another rank of this node has the same device, or another rank uses a different device type.
+        UserError: another rank of this node has the same device (unless SHARED_DEVICES_VARIABLE allows that), or
+            another rank uses a different device type.
     """
     first = store.compare_set("device/type", "", kind).decode()
     if first != kind:
@@ -158,5 +171,8 @@ def claim_device(store: Store, host: str, kind: str, identity: str | None, rank:
         store.set(f"{key}/owner", str(rank))
         return
     lower, higher = sorted((int(store.get(f"{key}/owner")), rank))
-    raise UserError(f"ranks {lower} and {higher} on {host} share one device ({identity})",
-                    instead="one rank per device (launch --ppn), or a device mask that differs for each rank")
+    problem = f"ranks {lower} and {higher} on {host} share one device ({identity})"
+    if os.environ.get(SHARED_DEVICES_VARIABLE) != WARN:
+        raise UserError(problem, instead="one rank per device (launch --ppn), or a device mask that differs for "
+                                         f"each rank; {SHARED_DEVICES_VARIABLE}={WARN} for partitions of a card")
+    print_lines(f"warning: {problem}", file=sys.stderr)

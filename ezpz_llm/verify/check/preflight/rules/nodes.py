@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,6 +10,7 @@ from ezpz_llm.core.base import count_noun, group_by_key
 from ezpz_llm.core.rundir.records import Finding
 from ezpz_llm.launcher.basics.hostlist import fold_numbers, rank_ranges
 from ezpz_llm.launcher.basics.hostnames import NodeNames
+from ezpz_llm.launcher.basics.variables import SHARED_DEVICES_VARIABLE, WARN
 from ezpz_llm.verify.check.facts import Facts, Failed, Mpi, Ready, find_answer
 from ezpz_llm.verify.check.findings import Level
 from ezpz_llm.verify.check.preflight.rules.gathered import (
@@ -46,7 +48,9 @@ def _shared_devices(gathered: Gathered) -> Iterator[Finding]:
         """Yield (level, local ranks that share a device) and (node, device)."""
         for host, ranks in gathered.by_node().items():
             # Ranks that use the CPU are not slowed by sharing a GPU.
-            level: Level = "warn" if any(facts.device and facts.device.kind == "cpu" for facts in ranks) else "bad"
+            is_allowed = os.environ.get(SHARED_DEVICES_VARIABLE) == WARN or any(
+                facts.device and facts.device.kind == "cpu" for facts in ranks)
+            level: Level = "warn" if is_allowed else "bad"
             owners = group_by_key((device, facts.local_rank) for facts in ranks if (device := _device_of(facts)))
             yield from (((level, tuple(local_ranks)), (host, device)) for device, local_ranks in owners.items()
                         if len(local_ranks) > 1)
