@@ -38,6 +38,15 @@ def test_exception_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
     assert "peer lost (failed with an exception): 0" in why.stdout
 
 
+def test_preparation_on_rank_0_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(tmp_path / "run"),
+               sys.executable, str(HELPERS / "long_action_ranks.py"), str(tmp_path / "run")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(120), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str([("prepared", "there is no corpus"), (None, "there is no corpus")]) in done.stdout
+
+
 def test_single_rank_keeps_its_exception_and_its_cause(tmp_path: Path) -> None:
     alone = Dist(RankInfo(0, 1, 0, 1, 0, "test"), None, None, Mesh(Degrees(1), 0), RunDir(tmp_path))
 

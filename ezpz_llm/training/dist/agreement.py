@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -111,6 +112,33 @@ def run_together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) 
             f"stopping, because rank {dist.rank} failed with an exception ({type(error).__name__})",
             instead=f"see the output of rank {dist.rank}", exit_code=1))
     raise error
+
+
+_LONG = datetime.timedelta(days=7)
+
+
+def run_long_on_main(dist: Dist, action: Callable[[], T]) -> T | None:
+    """Run `action` as `run_together` does, on rank 0 only, for longer than the timeout of a collective. Collective.
+
+    The other ranks wait on the store of `setup`. If the program has created the process group itself, there is no
+    such store, and the timeout of collectives applies.
+    """
+    store = dist.optional.store
+    if store is None or dist.world_size == 1:
+        return run_together(dist, action, on_main=True)
+    dist.long_actions += 1
+    key = f"long/{dist.long_actions}"
+
+    def run_and_tell() -> T:
+        """Run the action; then let the other ranks go on, also after an exception."""
+        try:
+            return action()
+        finally:
+            store.set(key, "")
+
+    if not dist.is_main:
+        store.wait([key], _LONG)
+    return run_together(dist, run_and_tell, on_main=True)
 
 
 def raise_together(dist: Dist, error: UserError | None) -> None:

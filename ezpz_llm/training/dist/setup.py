@@ -62,6 +62,8 @@ class Dist:
     """True if `setup` created the process group, which `close` then destroys."""
     optional: OptionalWork = field(default_factory=OptionalWork)
     """Runner of optional work, such as samples and plots, whose failure is only a warning."""
+    long_actions: int = 0
+    """Number of actions that `agreement.run_long_on_main` has run."""
     chain_position: Any = None
     """Position of the run in the chain of its checkpoints, on rank 0; see `ezpz_llm.training.checkpoint.chain`."""
 

@@ -14,7 +14,7 @@ from ezpz_llm.training.data.prepare import prepare
 from ezpz_llm.training.data.samples import IGNORED
 from ezpz_llm.training.data.shards import TokenData
 from ezpz_llm.training.dist import Dist
-from ezpz_llm.training.dist.agreement import run_together
+from ezpz_llm.training.dist.agreement import run_long_on_main
 from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.mesh import Mesh
 
@@ -61,5 +61,5 @@ def open_corpus(corpus: str, tokenizer: str | None, dist: Dist, text_key: str = 
     Raises:
         UserError: see `prepare`; the same on every rank.
     """
-    run_together(dist, lambda: prepare(corpus, tokenizer, text_key=text_key), on_main=True)
+    run_long_on_main(dist, lambda: prepare(corpus, tokenizer, text_key=text_key))
     return TokenData.open(prepare(corpus, tokenizer, progress=False, text_key=text_key))
