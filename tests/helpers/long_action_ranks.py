@@ -30,7 +30,7 @@ if __name__ == "__main__":
     with setup(device="cpu", run_dir=Path(sys.argv[1]), timeout_s=TIMEOUT_S) as dist:
         result = run_long_on_main(dist, prepare)
         try:
-            run_together(dist, fail)
+            run_long_on_main(dist, fail)
             error = ""
         except UserError as raised:
             error = raised.found
