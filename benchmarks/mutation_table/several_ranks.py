@@ -15,6 +15,7 @@ BUILD = "ezpz_llm/training/engine/build.py"
 CHAIN = "ezpz_llm/training/checkpoint/chain.py"
 DEEPSPEED = "ezpz_llm/training/engine/deepspeed_engine.py"
 DEEPSPEED_STATE = "ezpz_llm/training/engine/deepspeed_state.py"
+DEGREES = "ezpz_llm/training/dist/degrees.py"
 FSDP2 = "ezpz_llm/training/engine/fsdp2_engine.py"
 GENERATION = "ezpz_llm/training/evaluate/generation.py"
 GPT = "ezpz_llm/training/model/gpt.py"
@@ -267,6 +268,24 @@ FAULTS = (
           "if layout.pp == 1:",
           "tests/engine/test_eight_bit.py::test_layouts_whose_copies_would_diverge_are_rejected",
           "adamw_8bit with tp"),
+    Fault("angles-are-rounded-in-shards", "fsdp2", FSDP2, "cast_forward_inputs=False) if",
+          "cast_forward_inputs=True) if",
+          "tests/engine/test_engine_dtypes.py::test_rotary_angles_stay_in_fp32_in_sharded_blocks",
+          "Llama-shaped models in bf16"),
+    Fault("gradients-of-keys-summed-in-bf16", "precision", ATTENTION,
+          "key_grads, value_grads = key_grads.float(), value_grads.float()", "value_grads = value_grads.float()",
+          "tests/model/test_model_blockwise_attention.py::"
+          "test_gradients_of_keys_and_values_are_summed_over_blocks_in_fp32", "sequences of more than 128 tokens"),
+    Fault("peers-of-two-axes-in-another-order", "sp", DEGREES,
+          "for coordinate in coordinates for inner in ranks]", "for inner in ranks for coordinate in coordinates]",
+          "tests/dist/test_dist_parts.py::test_coordinates_are_unique_and_groups_partition_the_world",
+          "groups along two axes"),
+    Fault("each-batch-of-texts-begins-alike", "evaluation", GENERATION,
+          "        while len(texts) < options.samples:\n",
+          "        while len(texts) < options.samples:\n"
+          '            generator = torch.Generator().manual_seed(seed_for(options.seed, "sample"))\n',
+          "tests/evaluate/test_evaluate_commands.py::test_run_checkpoint_and_export_generate_the_same_text",
+          "generate with more samples than a batch"),
     Fault("offloaded-muon-is-adam", "offload", OPTIMIZERS,
           "if not optimizer.can_offload and layout.zero.offload_optimizer is not None:",
           'if not optimizer.can_offload and layout.zero.offload_optimizer == "nvme":',

@@ -7,6 +7,7 @@ from mutation_table.row import ARCHITECTURES, GPT2, GPT2_BF16, Fault, cell
 BASE = "ezpz_llm/training/engine/base.py"
 BLOCKWISE = "ezpz_llm/training/model/attention_kernels.py"
 BUILD = "ezpz_llm/training/engine/build.py"
+CPU_COPY = "ezpz_llm/training/checkpoint/cpu_copy.py"
 EMBEDDING = "ezpz_llm/training/model/embedding.py"
 FSDP2 = "ezpz_llm/training/engine/fsdp2_engine.py"
 GPT = "ezpz_llm/training/model/gpt.py"
@@ -24,7 +25,6 @@ RESOLVE = "ezpz_llm/training/layout/resolve.py"
 RETENTION = "ezpz_llm/training/checkpoint/retention.py"
 SAMPLES = "ezpz_llm/training/data/samples.py"
 SAMPLE_ORDER = "ezpz_llm/training/data/sample_order.py"
-SAVER = "ezpz_llm/training/checkpoint/saver.py"
 SCHEDULE = "ezpz_llm/training/trainer/schedule.py"
 SHARDS = "ezpz_llm/training/data/shards.py"
 START = "ezpz_llm/training/trainer/run.py"
@@ -170,9 +170,9 @@ FAULTS = (
     Fault("tolerated-overflows-forgotten", "resume", PRECISION,
           "self.scale, self.good_steps, self._tolerated = state.scale, state.good_steps, state.tolerated",
           "self.scale, self.good_steps = state.scale, state.good_steps", SCALE_UPDATES),
-    Fault("copy-is-the-engines-own", "resume", SAVER,
-          "copies.append(target.copy_(tensor.detach().view(-1), non_blocking=True))",
-          "copies.append(tensor.detach().view(-1))", COPY),
+    Fault("copy-is-the-engines-own", "resume", CPU_COPY,
+          "copies.append(part.copy_(values[done:done + part.numel()], non_blocking=True))",
+          "copies.append(values[done:done + part.numel()])", COPY),
     Fault("slices-a-row-off", "resume", INDEX,
           "yield offset + first, number * length + first - start, last - first",
           "yield offset + first, number * length + first, last - first", OVERLAPS),
