@@ -30,7 +30,7 @@ REASONS = {
         "model/loss.py:_Gradients.add:return",
     ),
     "checks of the machine": (
-        "engine/nvme.py:*",
+        "engine/nvme.py:*", "dist/collective_values.py:*",
     ),
     "choice of a device": (
         "dist/device.py:*",
@@ -98,7 +98,8 @@ REASONS = {
         "engine/torch_engine.py:TorchEngine._make_reducer:*",
         "engine/torch_engine.py:TorchEngine.show_gradients:*", "model/init.py:init_weights:*",
     ),
-    "other versions of DeepSpeed": (
+    "other versions of DeepSpeed and torch": (
+        "dist/version_rules.py:*",
         "engine/deepspeed_import.py:*", "dist/deepspeed_names.py:*", "dist/deepspeed_patches.py:import_muon:*",
         "dist/deepspeed_patches.py:without_mlflow:*",
     ),
@@ -114,7 +115,8 @@ REASONS = {
         "model/config.py:*", "model/partition.py:*",
     ),
     "setup of the process group": (
-        "dist/rendezvous.py:*", "dist/setup.py:*",
+        "dist/rendezvous.py:*", "dist/setup.py:*", "dist/process_group.py:*", "dist/freed_memory.py:*",
+        "dist/shared_run_dir.py:*",
     ),
     "supervision": (
         "dist/heartbeat.py:*",
