@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from ezpz_llm.training.model import loss as module
 from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.model.embedding import Columns
 from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.init import init_weights
-from ezpz_llm.training.model.loss import Head, configure_head
+from ezpz_llm.training.model.loss import Head, _TokenLosses, configure_head, cross_entropy
 from ezpz_llm.training.model.loss_chunk import choose_chunk, max_logits
 
 WIDTH, VOCABULARY = 24, 70
@@ -258,3 +259,21 @@ def test_weight_gradient_is_not_rounded_between_chunks_on_a_gpu(dtype, of_weight
         gradients.add(part, logits[part], hidden[part], weight, torch.ones(32, dtype=torch.bool, device="cuda"))
     expected = logits.double().t() @ hidden.double()
     assert (gradients.weight - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("in_columns", [False, True])
+def test_the_normalizer_of_bf16_logits_is_in_fp32(in_columns: bool) -> None:
+    """In bf16, the loss would be wrong by up to 0.015 nats, and the z-loss's gradient by up to 0.4 %."""
+    z_loss = 1.0
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(16, 512, generator=generator) + 4).bfloat16().requires_grad_()
+    targets = torch.randint(512, (16,), generator=generator)
+    losses = (_TokenLosses.apply(logits, targets, z_loss, Columns()) if in_columns
+              else cross_entropy(logits[None], targets[None], "sum", z_loss))
+    losses.sum().backward()
+    exact = torch.logsumexp(logits.detach().double(), dim=-1)
+    expected = (exact - logits.detach().double().gather(1, targets[:, None])[:, 0]).sum()
+    torch.testing.assert_close(losses.detach().double().sum(), expected, rtol=1e-6, atol=0)
+    # The gradient of a token's loss sums to 0 over the columns, that of its z-loss to 2 z lse.
+    of_z_loss = 2 * z_loss * exact
+    assert (logits.grad.double().sum(dim=-1) - of_z_loss).norm() < 6e-4 * of_z_loss.norm()
