@@ -20,8 +20,9 @@ from torch.distributed import HashStore, TCPStore
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.base.private_folders import make_private
-from ezpz_llm.launcher.basics.devices import MASKS
+from ezpz_llm.launcher.basics.devices import MASKS, Devices
 from ezpz_llm.launcher.basics.ranks import RankInfo
+from ezpz_llm.launcher.planning.environment import device_settings
 from ezpz_llm.training.dist import device as device_module
 from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.device import (
@@ -346,6 +347,14 @@ def test_torch_for_cpus_is_an_error_on_a_node_with_gpus_of_any_vendor(tmp_path, 
     else:
         with pytest.raises(UserError, match=f"this node has an {vendor} GPU that torch cannot use"):
             reject_unusable_gpus({}, root)
+
+
+@pytest.mark.parametrize(("source", "is_told"), [("site frontier", True), ("CUDA_VISIBLE_DEVICES", False),
+                                                 ("/sys/class/kfd/kfd/topology/nodes", False)])
+def test_launch_tells_ranks_only_of_devices_that_they_cannot_see(source, is_told):
+    """A driver lists integrated graphics, too."""
+    expected = {"EZPZ_LLM_DEVICES": "1 " + source} if is_told else {}
+    assert {name: setting.value for name, setting in device_settings(Devices(("0",), source)).items()} == expected
 
 
 def test_torch_for_cpus_is_an_error_if_launch_knows_of_devices(tmp_path):

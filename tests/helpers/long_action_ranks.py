@@ -9,11 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+from slowness import scaled
+
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist.agreement import all_gather, run_long_on_main
 from ezpz_llm.training.dist.setup import setup
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = scaled(5)
 
 
 def prepare() -> str:

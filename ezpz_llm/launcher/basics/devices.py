@@ -59,6 +59,10 @@ def gpu_driver() -> str | None:
     return "NVIDIA" if _entries(_NVIDIA) else "AMD" if _amd_nodes() else None
 
 
+DRIVER_SOURCES = (str(_NVIDIA), str(_AMD))
+"""Values of `Devices.source` for devices that a driver lists, which ranks can see themselves."""
+
+
 class Accelerator(NamedTuple):
     """Accelerator of this node: its vendor, and a file of its driver or of the PCI bus."""
 
@@ -69,7 +73,7 @@ class Accelerator(NamedTuple):
 def accelerators(root: Path = Path("/")) -> list[Accelerator]:
     """Return the GPUs for computing of a node, whether or not its software can use them.
 
-    Integrated graphics do not count, which the drivers of AMD and Intel list too.
+    Excludes integrated graphics, which the drivers of AMD and Intel also list.
     """
     nvidia = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("dev/nvidia[0-9]*")]
     amd = [node for node in _entries(root / _AMD.relative_to("/"))

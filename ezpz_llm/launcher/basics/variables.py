@@ -18,9 +18,9 @@ SITE_VARIABLE = "EZPZ_LLM_SITE"
 """Site: a name, or the path of its file."""
 
 DEVICES_VARIABLE = "EZPZ_LLM_DEVICES"
-"""Accelerators of each node by the scheduler, the site file, or a driver, and this source: "8 site frontier".
+"""Accelerators of each node by the scheduler or the site file, and this source: "8 site frontier".
 
-Unset if there are none, and if a mask determines them.
+Unset if there are none, and if a mask or a driver determines them.
 """
 
 BIND_VARIABLE = "EZPZ_LLM_BIND"

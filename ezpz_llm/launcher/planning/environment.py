@@ -19,7 +19,7 @@ from ezpz_llm.core.base import (
 )
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.launcher.basics.addresses import Rendezvous
-from ezpz_llm.launcher.basics.devices import MASKS, Devices
+from ezpz_llm.launcher.basics.devices import DRIVER_SOURCES, MASKS, Devices
 from ezpz_llm.launcher.basics.hostlist import fold_counts
 from ezpz_llm.launcher.basics.node_variables import has_uuids, pack_variables
 from ezpz_llm.launcher.basics.variables import (
@@ -152,8 +152,8 @@ def interface_settings(interface: str | None, source: str, env: Mapping[str, str
 
 
 def device_settings(devices: Devices) -> dict[str, Setting]:
-    """Return the variable that tells ranks how many accelerators a node has, unless a mask determines it."""
-    if not devices.ids or devices.source in MASKS:
+    """Return the variable with the accelerators that only the scheduler or the site file names."""
+    if not devices.ids or devices.source in (*MASKS, *DRIVER_SOURCES):
         return {}
     return {DEVICES_VARIABLE: Setting(f"{len(devices.ids)} {devices.source}", devices.source)}
 

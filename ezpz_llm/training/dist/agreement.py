@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LONG = datetime.timedelta(days=7)
+"""Time limit for an action of rank 0 in `run_long_on_main`."""
+
 
 class PeerFailedError(UserError):
     """Error on a rank if another rank failed with an exception that is not a UserError."""
@@ -114,9 +117,6 @@ def run_together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) 
     raise error
 
 
-_LONG = datetime.timedelta(days=7)
-
-
 def run_long_on_main(dist: Dist, action: Callable[[], T]) -> T | None:
     """Run `action` as `run_together` does, on rank 0 only, for longer than the timeout of a collective. Collective.
 
@@ -129,8 +129,8 @@ def run_long_on_main(dist: Dist, action: Callable[[], T]) -> T | None:
     dist.long_actions += 1
     key = f"long/{dist.long_actions}"
 
-    def run_and_tell() -> T:
-        """Run the action; then let the other ranks go on, also after an exception."""
+    def run_and_release() -> T:
+        """Run the action, then release the other ranks, also after an exception."""
         try:
             return action()
         finally:
@@ -138,7 +138,7 @@ def run_long_on_main(dist: Dist, action: Callable[[], T]) -> T | None:
 
     if not dist.is_main:
         store.wait([key], _LONG)
-    return run_together(dist, run_and_tell, on_main=True)
+    return run_together(dist, run_and_release, on_main=True)
 
 
 def raise_together(dist: Dist, error: UserError | None) -> None:

@@ -20,7 +20,7 @@ class _Traits:
         bound: process groups are created with `device_id`, so that they do not guess the device, and create
             communicators at once instead of in the first collective.
         averages: the backend's average of a reduction is correct. If not, sum and divide.
-        exact_all_to_all: all-to-all returns the right values. If unsure, its groups are checked at the start.
+        exact_all_to_all: all-to-all returns the right values. If False, sequence parallelism checks it first.
         overlaps: communication can overlap with computation.
         pins: copies to the device can be asynchronous, but only from pinned CPU memory.
         parts: a device may be a part of a card (a tile) that reports the card's UUID.

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 _PERIOD = 251
 """Elements of a pattern before it repeats: a prime, so that a value at a wrong offset is found."""
 _ELEMENTS = 1000
-"""Elements that a rank sends to each other rank: no multiple of a power of two."""
+"""Elements that a rank sends to each other rank: not a power of two."""
 
 
 class _Values:
@@ -104,10 +104,10 @@ _MOVES = ("all-gather", "all-to-all", "broadcast", "send and receive")
 def wrong_kinds(group: ProcessGroup, device: torch.device, kinds: tuple[str, ...] = tuple(KINDS)) -> list[str]:
     """Return the kinds of collectives that returned wrong values on this rank, such as "all-reduce in fp32".
 
-    Collective in the group. Sums are checked in fp32, kinds that only move values also in bf16. Each rank learns
+    Collective in the group. Sums are checked in fp32, kinds that only move values also in bf16. Each rank returns
     only its own errors.
     """
-    if torch_dist.get_world_size(group) == 1:
+    if not torch_dist.is_initialized() or torch_dist.get_world_size(group) == 1:
         return []
     wrong = []
     for kind in kinds:

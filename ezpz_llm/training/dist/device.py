@@ -79,10 +79,10 @@ def device_index(kind: str, count: int, info: RankInfo) -> int:
 def reject_unusable_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
     """Check that this node has no visible GPU that torch cannot use: the run would silently use the CPU.
 
-    A node has GPUs if its drivers or its PCI bus list some, or if launch knows it (`DEVICES_VARIABLE`).
+    A node has GPUs if its drivers or its PCI bus list some, or if launch has set `DEVICES_VARIABLE`.
 
     Raises:
-        UserError: torch cannot use the GPU. The message names the driver's files and torch's build.
+        UserError: torch cannot use the GPU. The message names a file or the variable, and torch's build.
     """
     if any(not env[name].strip() or env[name].strip() == "-1" for name in MASKS if name in env):
         return
@@ -96,7 +96,8 @@ def reject_unusable_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None
     else:
         return
     cuda, hip = torch.version.cuda, torch.version.hip
-    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPUs"
+    has_xpu = bool(getattr(torch.version, "xpu", None)) or "+xpu" in torch.__version__
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "Intel GPUs" if has_xpu else "CPUs"
     raise UserError(f"this node has {f'an {vendor}' if vendor else 'a'} GPU that torch cannot use: torch "
                     f"{torch.__version__} is built for {build}",
                     where=f"{where}, and --device auto",
@@ -137,14 +138,14 @@ def device_identity(device: torch.device) -> str | None:
     pci_ids = [getattr(properties, f"pci_{field}_id", None) for field in ("domain", "bus", "device")]
     pci = "" if None in pci_ids else "PCI " + ":".join(f"{number:0{width}x}" for number, width
                                                        in zip(pci_ids, (4, 2, 2), strict=True))
-    uuid = str(getattr(properties, "uuid", ""))
+    uuid = str(getattr(properties, "uuid", None) or "")
     if not DEVICES[device.type].parts and torch.version.hip is None:
         return uuid or pci or None
     names = [name for name in (uuid, pci) if name]
     if not names:
         return None
     # Tiles and partitions of a card may report the same UUID and address. The rank's mask or the device index
-    # distinguishes them.
+    # distinguishes them; ranks with different masks that overlap are therefore not found.
     masks = [os.environ[name] for name in MASKS if name in os.environ]
     return f"{' '.join(names)} {','.join(masks)}/{device.index or 0}"
 

@@ -28,15 +28,17 @@ def check_group(info: RankInfo) -> None:
                         where="torch.distributed", instead="call setup() instead of init_process_group()")
 
 
+def avoid_known_bugs(device_type: str) -> None:
+    """Set variables that avoid known bugs of the installed versions, unless the user has set them."""
+    for name, value in avoiding_settings(device_type, torch.__version__, torch.version.hip).items():
+        os.environ.setdefault(name, value)
+
+
 def create_group(device: torch.device, store: torch.distributed.Store, rank: int, world_size: int,
                  timeout: datetime.timedelta) -> None:
-    """Create the process group with the backend of a device. Collective.
-
-    First sets variables that avoid known bugs of the installed versions, unless the user has set them.
-    """
+    """Create the process group with the backend of a device, after `avoid_known_bugs`. Collective."""
     traits = DEVICES[device.type]
-    for name, value in avoiding_settings(device.type, torch.__version__, torch.version.hip).items():
-        os.environ.setdefault(name, value)
+    avoid_known_bugs(device.type)
     torch.distributed.init_process_group(traits.collectives, store=store, rank=rank, world_size=world_size,
                                          timeout=timeout, device_id=device if traits.bound else None)
 

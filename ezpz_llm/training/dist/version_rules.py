@@ -21,7 +21,7 @@ class Rule:
         use: what must not be used with these versions: a device type, or a name that the layout check passes.
         problem: continues "DeepSpeed 0.18.5".
         issue: address of the public issue, or the page of this project with the measurement.
-        settings: environment variables that avoid the bug. Without any, the use is rejected.
+        settings: environment variables that avoid the bug. If empty, the layout check rejects the use.
     """
 
     package: Package

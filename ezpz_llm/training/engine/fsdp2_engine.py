@@ -222,7 +222,7 @@ def _sum_and_divide(model: nn.Module, device_type: str) -> None:
             continue
         if not hasattr(part, "set_force_sum_reduction_for_comms"):
             raise UserError(f"fully_shard of torch {torch.__version__} is incorrect on {device_type}: it fails, "
-                            "or sums gradients instead of averaging them", where="layout fsdp2",
+                            "or averages gradients incorrectly", where="layout fsdp2",
                             instead="upgrade torch, or use --ds-config zero3, which shards the same state")
         part.set_force_sum_reduction_for_comms(True)
 

@@ -60,7 +60,7 @@ def _require_exact_all_to_all(group: torch.distributed.ProcessGroup, device: tor
     torch.distributed.all_reduce(errors, op=torch.distributed.ReduceOp.MAX)
     if errors.item():
         raise UserError(f"all-to-all returns wrong values on {device.type}, and sequence parallelism depends on it",
-                        where="sp", instead="--sp 1, or a torch that ezpz_llm.test_dist finds to be right")
+                        where="sp", instead="--sp 1, or a torch that passes python3 -m ezpz_llm.test_dist")
 
 
 class _SequenceProduct(nn.Module):

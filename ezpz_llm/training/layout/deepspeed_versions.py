@@ -61,7 +61,7 @@ def reject_use(use: str, where: str, otherwise: str) -> None:
         otherwise: what to change instead of the version.
 
     Raises:
-        UserError: it has one.
+        UserError: the installed version has a known bug in this use.
     """
     version = installed("deepspeed")
     if (rule := find_rule("DeepSpeed", version, use)) is not None:

@@ -225,7 +225,7 @@ class _Inputs:
                 deepspeed["zero_optimization"], layout, model, world_size, str(self.file))
             for key, (value, source) in default_sizes(zero, layout, model, device).items():
                 zero[key], used[key] = value, ValueSource(Origin.FILE, source)
-            if zero.get("overlap_comm") and layout.zero.stage in (1, 2) and layout.pp == 1:
+            if device in DEVICES and zero.get("overlap_comm") and layout.zero.stage in (1, 2) and layout.pp == 1:
                 reject_use(OVERLAP, f"overlap_comm of {config.path.name}", 'set "overlap_comm": false')
             if not OPTIMIZERS[request.optimizer].is_known_to_deepspeed:
                 deepspeed["zero_allow_untested_optimizer"] = True

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.version_rules import OVERLAP
+from ezpz_llm.training.layout.deepspeed_versions import is_correct
 from ezpz_llm.training.layout.layout import Layout
 from ezpz_llm.training.layout.memory import cast_per_rank, memory_per_rank, total
 from ezpz_llm.training.layout.precision_recipes import AUTOCAST, RECIPES
@@ -266,7 +268,7 @@ def _communication_advice(label: str, run: TrainerRun, deepspeed: dict[str, Any]
         size = zero.get("reduce_bucket_size")
         can_overlap = _can_overlap(run.device.type, layout)
         overlaps = can_overlap and zero.get("overlap_comm", layout.zero.stage == 3)
-        if can_overlap and not overlaps:
+        if can_overlap and not overlaps and (layout.zero.stage == 3 or is_correct(OVERLAP)):
             advice.append('"overlap_comm": true in zero_optimization of the ds_config')
         # With overlap, only the reduction of the last bucket is exposed, and a larger bucket would prolong it.
         if size and not overlaps and size < parameter_count(run.model):

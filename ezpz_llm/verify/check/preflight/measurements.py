@@ -20,6 +20,7 @@ from ezpz_llm.launcher.basics.ranks import find_rank
 from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.collective_values import wrong_kinds
 from ezpz_llm.training.dist.device import choose_device, device_identity, synchronize
+from ezpz_llm.training.dist.process_group import avoid_known_bugs
 from ezpz_llm.training.dist.rendezvous import new_name, node_folder
 from ezpz_llm.verify.check.facts import Compute, Device, Measurement, Mpi, Ready, Reduction, StoreLocation
 from ezpz_llm.verify.check.node_facts import addresses, first_line, used_interfaces
@@ -41,6 +42,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._device = choose_device(None, find_rank(os.environ))
+        avoid_known_bugs(self._device.type)
         self._store: Store | None = None
         self._store_port: int | None = None
         self._in_group = False
