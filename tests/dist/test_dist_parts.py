@@ -322,21 +322,23 @@ def test_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
         reject_unusable_gpus({}, tmp_path)
 
 
-def gpus_of(folder: Path, *, simds: int = 0, intel: str = "") -> Path:
+def gpus_of(folder: Path, *, amd: int = 0, intel: str = "") -> Path:
     """Make the root of a node with an AMD or Intel GPU, as their drivers list it."""
-    amd, pci = folder / "sys/class/kfd/kfd/topology/nodes/1", folder / "sys/bus/pci/devices/0000:18:00.0"
-    for place in (amd, pci):
+    node, pci = folder / "sys/class/kfd/kfd/topology/nodes/1", folder / "sys/bus/pci/devices/0000:18:00.0"
+    for place in (node, pci):
         place.mkdir(parents=True)
-    (amd / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simds}\n")
+    (node / "properties").write_text(f"cpu_cores_count 0\ngfx_target_version {amd}\n")
     (pci / "vendor").write_text("0x8086\n")
     (pci / "device").write_text(f"{intel}\n")
     return folder
 
 
 @pytest.mark.parametrize(("gpu", "vendor"), [
-    ({"simds": 440}, "AMD"),  # half of an MI250X
+    ({"amd": 90010}, "AMD"),  # Frontier
+    ({"amd": 90402}, "AMD"),  # Tuolumne
     ({"intel": "0x0bd5"}, "Intel"),  # Aurora
-    ({"simds": 80}, None), ({"intel": "0x7d55"}, None),  # integrated graphics
+    ({"amd": 90012}, None), ({"intel": "0x7d55"}, None),  # integrated graphics
+    ({"amd": 110000}, None),  # a Radeon of a desktop
 ])
 def test_torch_for_cpus_is_an_error_on_a_node_with_gpus_of_any_vendor(tmp_path, monkeypatch, gpu, vendor):
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -174,9 +174,9 @@ def test_a_rank_that_ends_well_while_others_wait(tmp_path: Path) -> None:
 def test_a_note_while_others_still_run(tmp_path: Path) -> None:
     (tmp_path / "soon.py").write_text("""
 import sys
-from ezpz_llm.launcher.running import watch
+from ezpz_llm.launcher.running import run_monitor
 from ezpz_llm.launcher.running.command import main
-watch._NOTE_AFTER_S, watch._REPORT_POLL_S = 1.0, 0.5
+run_monitor._NOTE_AFTER_S, run_monitor._REPORT_POLL_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)
     (tmp_path / "ends.py").write_text("""

@@ -87,9 +87,9 @@ def test_a_stopped_rank_is_noted_without_an_idle_limit(tmp_path: Path) -> None:
     """The note is printed once, while the others wait for the stopped rank."""
     (tmp_path / "soon.py").write_text("""
 import sys
-from ezpz_llm.launcher.running import watch
+from ezpz_llm.launcher.running import run_monitor
 from ezpz_llm.launcher.running.command import main
-watch._NOTE_AFTER_S, watch._REPORT_POLL_S = 1.0, 0.5
+run_monitor._NOTE_AFTER_S, run_monitor._REPORT_POLL_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)
     (tmp_path / "stops.py").write_text("""

@@ -19,8 +19,9 @@ _DEVICE_FILES = ("nvidia", "kfd", "accel", "davinci", "hl", "mlu", "neuron")
 _COMMON_DEVICE_FILES = {"dri": "libze_intel_gpu.so.1", "dxg": "libcuda.so.1"}
 """Device files that most laptops have too, with the library that computing on the device requires."""
 _LIBRARY_PLACES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/lib/wsl/lib")
-_INTEGRATED_SIMDS = 80
-"""SIMD units of the largest integrated graphics of AMD, two per compute unit; an MI100 has 480."""
+_INSTINCT = ("90008", "90010", "90400", "90401", "90402", "90500")
+"""AMD's architectures for computing: `gfx_target_version` of MI100, MI200, MI300, and MI350, from Linux's
+drivers/gpu/drm/amd/amdkfd/kfd_device.c."""
 _INTEL = "0x8086"
 _PONTE_VECCHIO = tuple(f"0x{number:04x}" for number in (0x0B69, 0x0B6E, *range(0x0BD0, 0x0BDC), 0x0BE0, 0x0BE1,
                                                         0x0BE5))
@@ -73,11 +74,11 @@ class Accelerator(NamedTuple):
 def accelerators(root: Path = Path("/")) -> list[Accelerator]:
     """Return the GPUs for computing of a node, whether or not its software can use them.
 
-    Excludes integrated graphics, which the drivers of AMD and Intel also list.
+    Excludes graphics cards and integrated graphics, which the drivers of AMD and Intel also list.
     """
     nvidia = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("dev/nvidia[0-9]*")]
     amd = [node for node in _entries(root / _AMD.relative_to("/"))
-           if int(_amd_properties(node).get("simd_count", "0")) > _INTEGRATED_SIMDS]
+           if _amd_properties(node).get("gfx_target_version") in _INSTINCT]
     intel = [device for device in _entries(root / "sys/bus/pci/devices")
              if system_text(device / "vendor").strip() == _INTEL
              and system_text(device / "device").strip() in _PONTE_VECCHIO]

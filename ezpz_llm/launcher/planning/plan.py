@@ -45,9 +45,9 @@ from ezpz_llm.launcher.planning.environment import (
     terminal_settings,
     variables_of_this_node,
 )
-from ezpz_llm.launcher.planning.network import Network, find_network
 from ezpz_llm.launcher.planning.placement import Placement, RankPlace, RankTable, devices_per_rank
 from ezpz_llm.launcher.planning.rank_binding import Binding
+from ezpz_llm.launcher.planning.rank_network import Network, find_network
 from ezpz_llm.launcher.planning.sites import Site
 
 

@@ -23,9 +23,9 @@ from ezpz_llm.launcher.diagnosis.postmortem import bare_postmortem, postmortem_o
 from ezpz_llm.launcher.jobs.schedulers import scheduler_here, schedulers
 from ezpz_llm.launcher.on_nodes.run_facts import Postmortem, RunFacts
 from ezpz_llm.launcher.planning.plan import LaunchPlan
+from ezpz_llm.launcher.running.run_monitor import RunMonitor, log_errors, warn_of_error
 from ezpz_llm.launcher.running.signals import Signals
 from ezpz_llm.launcher.running.teardown import Teardown
-from ezpz_llm.launcher.running.watch import Watch, log_errors, warn_of_error
 
 _KILL_AFTER_S = 5.0
 """Time from SIGTERM to SIGKILL if launch decides to end the run."""
@@ -111,8 +111,8 @@ class _Supervisor:
             world_size=len(plan.ranks), hosts=tuple(place.host for place in plan.ranks),
             launcher=plan.launcher.kind, launcher_status=None, ended=float("inf"), ends_at=plan.allocation.ends_at,
             started=time.time(), scheduler=plan.allocation.scheduler, job_id=plan.allocation.job_id)
-        self.watch = Watch(plan, self.facts, idle_limit_s, start_limit_s, self.started)
-        self.teardown = Teardown(plan, launcher, self.watch.life)
+        self.monitor = RunMonitor(plan, self.facts, idle_limit_s, start_limit_s, self.started)
+        self.teardown = Teardown(plan, launcher, self.monitor.life)
 
     def wait_for_end(self, record_end: Callable[[Postmortem], None],
                      prints_postmortem: Callable[[], bool]) -> Postmortem:
@@ -122,7 +122,7 @@ class _Supervisor:
         if stopped is not None:
             self.relay.stop_blocking()
             with log_errors("reading the exit codes of ranks"):
-                failed, ended_well = self.watch.ended()
+                failed, ended_well = self.monitor.ended()
             signal_count = len(self.signals.to_stop)
             if signal_count:
                 print_unless_blocked(("\n" if self.relay.is_within_a_line else "")
@@ -152,7 +152,7 @@ class _Supervisor:
                 write_atomic(self.plan.run_dir.post_mortem, f"{text}\n".encode(errors="backslashreplace"))
         record_end(ended)
         if self._drain_console(stopped):
-            self.watch.warn_of_mpi()
+            self.monitor.warn_of_mpi()
             if ended.text and prints_postmortem():
                 print_stderr(("\n" if self.relay.is_within_a_line else "")
                              + (ended.brief if self._has_shown(ended.lines_of) else ended.text))
@@ -160,7 +160,7 @@ class _Supervisor:
 
     def _saves_at_stop(self) -> bool:
         """Return True for a training run that has reached its first step: on SIGTERM, it saves a checkpoint."""
-        return self.plan.target.module in _SAVES_AT_SIGTERM and self.watch.has_stepped()
+        return self.plan.target.module in _SAVES_AT_SIGTERM and self.monitor.has_stepped()
 
     def _has_printed(self, line: str) -> bool:
         """Return True if a rank has printed this line."""
@@ -189,7 +189,7 @@ class _Supervisor:
             while self.signals.to_forward:
                 with contextlib.suppress(OSError):
                     order_signal(self.plan.run_dir, self.plan.run_id, self.signals.to_forward.pop(0))
-            if (stop := self.watch.stop_reason(now)) is not None:
+            if (stop := self.monitor.stop_reason(now)) is not None:
                 return stop
             if self.command_limit_s is not None and now - self.started > self.command_limit_s:
                 return Stop("idle", f"the command was not ready after {self.command_limit_s:g} s; launch ended it")

@@ -67,7 +67,7 @@ class CpuMemory:
         return replace(shard, tensors=iter(copies))
 
     def _parts(self, at: int, values: Tensor) -> Iterator[Tensor]:
-        """Yield memory for `values` (N) from byte `at` on: a part of each block that they reach into."""
+        """Yield memory for `values` (N) from byte `at` on, one part per block."""
         stop = at + values.numel() * values.element_size()
         while at < stop:
             number, offset = divmod(at, _BLOCK)

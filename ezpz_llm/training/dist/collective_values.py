@@ -1,4 +1,4 @@
-"""Check that a group's collectives return the right values, of every kind that a layout uses."""
+"""Check of the values that each kind of collective returns in a group."""
 
 from __future__ import annotations
 
@@ -23,58 +23,58 @@ class _Values:
         self.group, self.device, self.dtype = group, device, dtype
         self.rank, self.size = torch_dist.get_rank(group), torch_dist.get_world_size(group)
 
-    def of(self, rank: int, part: int = 0) -> Tensor:
+    def make_part(self, rank: int, part: int = 0) -> Tensor:
         """Return the values (_ELEMENTS,) of part `part` of the tensor that a rank sends."""
         return ((torch.arange(_ELEMENTS, device=self.device) + 7 * part + 3 * rank) % _PERIOD).to(self.dtype)
 
-    def parts(self, rank: int) -> Tensor:
+    def make_parts(self, rank: int) -> Tensor:
         """Return the values of all parts, (size x _ELEMENTS,)."""
-        return torch.cat([self.of(rank, part) for part in range(self.size)])
+        return torch.cat([self.make_part(rank, part) for part in range(self.size)])
 
-    def empty(self, parts: int = 1) -> Tensor:
+    def make_empty(self, parts: int = 1) -> Tensor:
         """Return a tensor for `parts` parts, with values that no rank sends."""
         return torch.full((parts * _ELEMENTS,), -1, device=self.device, dtype=self.dtype)
 
     def global_rank(self, rank: int) -> int:
-        """Return the rank in the world of a rank of the group."""
+        """Return the global rank of a rank of the group."""
         return torch_dist.get_global_rank(self.group, rank)
 
 
 def _all_reduce(values: _Values) -> tuple[Tensor, Tensor]:
-    result = values.of(values.rank)
+    result = values.make_part(values.rank)
     torch_dist.all_reduce(result, group=values.group)
-    return result, torch.stack([values.of(rank) for rank in range(values.size)]).sum(dim=0)
+    return result, torch.stack([values.make_part(rank) for rank in range(values.size)]).sum(dim=0)
 
 
 def _all_gather(values: _Values) -> tuple[Tensor, Tensor]:
-    result = values.empty(values.size)
-    _single("all_gather")(result, values.of(values.rank), group=values.group)
-    return result, torch.cat([values.of(rank) for rank in range(values.size)])
+    result = values.make_empty(values.size)
+    _single("all_gather")(result, values.make_part(values.rank), group=values.group)
+    return result, torch.cat([values.make_part(rank) for rank in range(values.size)])
 
 
 def _reduce_scatter(values: _Values) -> tuple[Tensor, Tensor]:
-    result = values.empty()
-    _single("reduce_scatter")(result, values.parts(values.rank), group=values.group)
-    return result, torch.stack([values.of(rank, values.rank) for rank in range(values.size)]).sum(dim=0)
+    result = values.make_empty()
+    _single("reduce_scatter")(result, values.make_parts(values.rank), group=values.group)
+    return result, torch.stack([values.make_part(rank, values.rank) for rank in range(values.size)]).sum(dim=0)
 
 
 def _all_to_all(values: _Values) -> tuple[Tensor, Tensor]:
-    result = values.empty(values.size)
-    torch_dist.all_to_all_single(result, values.parts(values.rank), group=values.group)
-    return result, torch.cat([values.of(rank, values.rank) for rank in range(values.size)])
+    result = values.make_empty(values.size)
+    torch_dist.all_to_all_single(result, values.make_parts(values.rank), group=values.group)
+    return result, torch.cat([values.make_part(rank, values.rank) for rank in range(values.size)])
 
 
 def _broadcast(values: _Values) -> tuple[Tensor, Tensor]:
     last = values.size - 1
-    result = values.of(last) if values.rank == last else values.empty()
+    result = values.make_part(last) if values.rank == last else values.make_empty()
     torch_dist.broadcast(result, src=values.global_rank(last), group=values.group)
-    return result, values.of(last)
+    return result, values.make_part(last)
 
 
 def _send_and_receive(values: _Values) -> tuple[Tensor, Tensor]:
     """Pass values around a ring. Even ranks send first, so that no rank waits for itself in blocking calls."""
     following, preceding = ((values.rank + shift) % values.size for shift in (1, -1))
-    sent, result = values.of(values.rank), values.empty()
+    sent, result = values.make_part(values.rank), values.make_empty()
 
     def send() -> None:
         torch_dist.send(sent, values.global_rank(following), group=values.group)
@@ -84,7 +84,7 @@ def _send_and_receive(values: _Values) -> tuple[Tensor, Tensor]:
 
     for action in (send, receive) if values.rank % 2 == 0 else (receive, send):
         action()
-    return result, values.of(preceding)
+    return result, values.make_part(preceding)
 
 
 def _single(name: str) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ def agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Run
         name: prefix of the name of a new run directory.
 
     Raises:
-        UserError: two directories are given, it cannot be created, or another run writes to it. The process group
-            is destroyed if only rank 0 knows the error.
+        UserError: two directories are given, the run directory cannot be created, or another run writes to it. In
+            the last two cases, the process group is destroyed.
     """
     given = os.environ.get(RUN_DIR_VARIABLE)
     if given and asked is not None and Path(given).resolve() != asked.resolve():

@@ -136,7 +136,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig(TrainConfig):
-    """Configuration in which plan.py has replaced None in these fields."""
+    """Configuration in which `plan_run` has replaced None in these fields."""
 
     min_lr: float = 0.0
     warmup_steps: int = 0

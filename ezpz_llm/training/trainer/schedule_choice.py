@@ -81,7 +81,8 @@ def check_schedule(config: RunConfig, options: Options) -> None:
     """Check the learning rates and lengths of a complete schedule.
 
     Raises:
-        UserError: a rate would move in the wrong direction, or the warm-up and decay do not fit.
+        UserError: a rate would move in the wrong direction, the warm-up and decay do not fit, or DeepSpeed's
+            schedule has no warm-up.
     """
     if config.min_lr > config.lr:
         raise UserError(f"the learning rate would rise from {config.lr:g} to {config.min_lr:g}",

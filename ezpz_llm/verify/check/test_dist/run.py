@@ -324,8 +324,8 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
                                   "batch": asdict(resolved.batch), "device": options.device})
             print_lines(description(dist, resolved, environment, import_seconds))
         measured = measure_reductions(dist)
-        kinds = tuple(KINDS) if dist.world_size <= _MAX_ALL_TO_ALL else tuple(KINDS.keys() - {"all-to-all"})
-        wrong_values = wrong_kinds(torch.distributed.group.WORLD, dist.device, tuple(sorted(kinds)))
+        kinds = tuple(kind for kind in KINDS if kind != "all-to-all" or dist.world_size <= _MAX_ALL_TO_ALL)
+        wrong_values = wrong_kinds(torch.distributed.group.WORLD, dist.device, kinds)
         if dist.is_main:
             print_lines(_reductions_table(measured))
         profile = PythonProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None

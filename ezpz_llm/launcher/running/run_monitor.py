@@ -1,4 +1,4 @@
-"""Watch over a run: what its ranks and nodes report, and the reasons to end it."""
+"""Monitoring of a run: reports of its ranks and nodes, and reasons to end it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MAX_STACKS = 8
 _WARNED_ACTIONS: set[str] = set()
 
 
-class Watch:
-    """Watch over the ranks and nodes of a run.
+class RunMonitor:
+    """Monitor of the ranks and nodes of a run.
 
     Args:
         facts: facts about the run before its end.
@@ -52,7 +52,7 @@ class Watch:
         self._warned: set[str] = set()
 
     def stop_reason(self, now: float) -> Stop | None:
-        """Return the reason to end the run, or None; print what the user should know about it meanwhile."""
+        """Return the reason to end the run, or None. Also prints warnings and notes."""
         with log_errors("reading the records of ranks"):
             if self._failed_at is None and self._has_failed():
                 self._failed_at = now
