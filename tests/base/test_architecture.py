@@ -4,6 +4,7 @@ only in `ezpz_llm.core.base.untrusted_input`, private names of other libraries, 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib
 import re
 import subprocess
@@ -440,3 +441,12 @@ def test_no_module_has_headings():
     assert headings_in("x = 1\n\n# Reading\n\ndef read(): pass") == [3]
     assert headings_in("x = 1\n\n# Reading of files.\ndef read(): pass") == [3]
     assert not headings_in("x = 1\n# Why.\ny = 2")
+
+
+def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    """By default, pytest skips folders named `dist` or `build` without a word."""
+    tests = Path(__file__).parents[1]
+    folders = {name for path in tests.rglob("test_*.py") for name in path.relative_to(tests).parent.parts}
+    assert "dist" in folders
+    assert not [name for name in folders for pattern in pytestconfig.getini("norecursedirs")
+                if fnmatch.fnmatch(name, pattern)]
