@@ -98,6 +98,13 @@ def test_quick_reports_a_bf16_case_as_missing_if_its_op_is_not_built(monkeypatch
     assert [(skip.case.dtype, skip.illegal) for skip in work.skipped] == [("fp32", False)] * 2 + [("bf16", False)]
 
 
+def test_tiny_wide_replaces_tiny_gpt2_where_it_also_runs_on_fewer_ranks() -> None:
+    cases = all_cases(("zero1", "3d"), None, recipe.ALL_MODELS, recipe.DTYPES)
+    gpt2 = [(case.layout, case.world, case.dtype) for case in cases if case.model == "tiny-gpt2"]
+    assert gpt2 == [("zero1", world, dtype) for world in (1, 2) for dtype in recipe.DTYPES] + [
+        ("zero1", 4, "bf16_autocast"), *(("3d", 8, dtype) for dtype in recipe.DTYPES)]
+
+
 def test_quick_prints_what_it_omits() -> None:
     assert omitted_cases(planned("--quick", "--layouts", "pp2_tp2")) == (
         "--quick omits 6 of 9 cases of these layouts: on 4 ranks, in fp32, bf16_autocast, bf16, of tiny-gpt2, "
@@ -496,7 +503,8 @@ def test_write_docs_keeps_the_text_around_the_table(tmp_path: Path) -> None:
     reference = ReferenceSummary([1.0], 1.0, [1.0], SummaryNoise(0.0, [0.0]), {}, sight)
     record = structs.replace(
         certificate(result(
-            worst={"loss": Worst("loss at step 1", 0.0, 1.0, "", 0.0, 9)}, textbook={"all_reduce": 8},
+            model="tiny-llama", worst={"loss": Worst("loss at step 1", 0.0, 1.0, "", 0.0, 9)},
+            textbook={"all_reduce": 8},
             memory=[{"parameters": 12, "gradients": 4, "gathered": 1, "other": 3}],
             arithmetic=[MemoryPart("parameters", "device", 16)],
             collectives=[RankCollectives([0, 1], {"all_reduce": KindTraffic(1, 8)})])),

@@ -131,14 +131,18 @@ def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequ
     """Return every combination, sorted by world size.
 
     Without `worlds`, each layout has its natural world sizes, or those of `paths_worlds`; `tiny-wide` the largest.
-    `tiny-paths` runs only in the first dtype, `tiny-wide` in the first and the last.
+    `tiny-paths` runs only in the first dtype, `tiny-wide` in the first and the last. It replaces `tiny-gpt2`, of
+    which it has all layers, if `tiny-gpt2` also runs on fewer ranks.
     """
     worlds_of = {recipe.PATHS: paths_worlds, recipe.WIDE: lambda layout: natural_worlds(layout)[-1:]}
     dtypes_of = {recipe.PATHS: dtypes[:1], recipe.WIDE: list(dict.fromkeys((dtypes[0], dtypes[-1])))}
     cases = [Case(layout, world, model, dtype) for layout in layouts for model in models
              for world in worlds or worlds_of.get(model, natural_worlds)(layout)
              for dtype in dtypes_of.get(model, dtypes)]
-    return sorted(cases, key=lambda case: case.world)
+    fewest = {layout: min(worlds or natural_worlds(layout)) for layout in layouts}
+    replaced = {replace(case, model=recipe.GPT2) for case in cases
+                if case.model == recipe.WIDE and case.world > fewest[case.layout]}
+    return sorted((case for case in cases if case not in replaced), key=lambda case: case.world)
 
 
 def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
@@ -152,7 +156,7 @@ def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Se
     """
     cases = []
     models = [name for name in models if name != recipe.PATHS] or models
-    exact = [name for name in models if not (name == recipe.MODELS[0] and recipe.WIDE in models)]
+    exact = [name for name in models if not (name == recipe.GPT2 and recipe.WIDE in models)]
     for layout in layouts:
         sizes = [size for size in natural_worlds(layout) if worlds is None or size in worlds] or list(worlds or ())
         world = next((size for size in sizes if size > 1), sizes[0])

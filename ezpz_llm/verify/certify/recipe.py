@@ -19,7 +19,7 @@ from ezpz_llm.training.model.config import ModelConfig, get_model_config
 Rows = Callable[[np.ndarray, int], np.ndarray]
 """Function from a global batch and its step to the sequences (n, T + 1) of this rank, in micro-batch order."""
 
-MODELS = ("tiny-gpt2", "tiny-llama")
+GPT2, LLAMA = MODELS = ("tiny-gpt2", "tiny-llama")
 PATHS = "tiny-paths"
 """Model with long sequences, recomputed activations, ignored targets, and a z-loss, also on three ranks."""
 WIDE = "tiny-wide"

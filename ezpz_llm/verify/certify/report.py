@@ -216,7 +216,7 @@ def _certified_table(certificate: CertificateRecord) -> str:
     about = (
         f"`{certificate.command}`, {certificate.date}, {named}: {passed} of {len(results)} cases passed in "
         f"{certificate.seconds / 60:.0f} minutes. Memory and collectives are measured with certify's "
-        f"{recipe.MODELS[0]} in fp32, on rank 0 of the largest certified world. Memory is the peak of parameters, "
+        f"{recipe.LLAMA} in fp32, on rank 0 of the largest certified world. Memory is the peak of parameters, "
         "gradients and optimizer state (with DeepSpeed's copy of its partition) during a step. After the plus sign "
         "are full parameters that stage 3 has gathered or keeps, buckets, and other buffers. Collectives count the "
         "bytes of full buffers; the last column is what the papers give for the same step. DeepSpeed's buckets and "
@@ -242,7 +242,7 @@ def _sensitivity_table(certificate: CertificateRecord) -> list[str]:
 def _docs_row(name: str, results: list[CaseResult], certificate: CertificateRecord) -> tuple[str, ...]:
     layout_results = [result for result in results if result.layout == name]
     shown = [result for result in layout_results
-             if result.dtype == "fp32" and result.model == recipe.MODELS[0] and result.worst]
+             if result.dtype == "fp32" and result.model == recipe.LLAMA and result.worst]
     best = max(shown, key=lambda result: result.world, default=None)
     return (f"`{name}`", _supported_axes(name), _certified_cell(name, layout_results, certificate),
             *(("-", "-", "-") if best is None else
@@ -251,7 +251,7 @@ def _docs_row(name: str, results: list[CaseResult], certificate: CertificateReco
 
 def _supported_axes(name: str) -> str:
     """Return the axes (dp, tp, pp, sp) that can have degree 2 in a layout whose ds_config leaves them at 1."""
-    layout, shape = load_layout(name), recipe.shape(recipe.MODELS[0])
+    layout, shape = load_layout(name), recipe.shape(recipe.GPT2)
     axes = ["dp"]
     for axis in ("tp", "pp", "sp"):
         if getattr(layout, axis) > 1:
