@@ -19,6 +19,7 @@ from ezpz_llm.core.rundir.records import Exit, Launch, RunRecord, read_own_recor
 from ezpz_llm.launcher.basics.hostlist import expand_numbers
 from ezpz_llm.launcher.basics.messages import order_logs, take_stacks
 from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
+from ezpz_llm.launcher.diagnosis.collective_differences import describe_difference
 from ezpz_llm.launcher.diagnosis.liveness import Live, as_details, as_lines, describe_silent_ranks, read_live_state
 from ezpz_llm.launcher.diagnosis.postmortem import postmortem_of, tail_text
 from ezpz_llm.launcher.diagnosis.recorded_exit import NOT_STARTED, facts_from
@@ -28,6 +29,8 @@ _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
 _SILENT_AFTER_S = 30.0
 _STACKS_TAKEN = 2
+_CLOCK_SLACK_S = 60.0
+"""Allowance for a file server's clock."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,19 +151,20 @@ def _modification_times(paths: Iterable[Path]) -> Iterator[float]:
 def _show_running(run_dir: RunDir, record: RunRecord, live: Live, options: argparse.Namespace) -> int:
     suspects = [life.rank for life in live.silent[:_STACKS_TAKEN] if not life.node_is_silent]
     wanted = sorted(options.stacks) or suspects
-    stacks = {}
+    stacks, asked = {}, time.time()
     if wanted:
         stacks = {rank: str(path) for rank, path in
                   take_stacks(run_dir, live.run_id, wanted, _STACKS_WITHIN_S).items()}
+    difference = describe_difference(run_dir, asked - _CLOCK_SLACK_S) if wanted else None
     if options.json:
-        print_lines(json.dumps(as_details(live, stacks), indent=2))
+        print_lines(json.dumps({**as_details(live, stacks), "collectives": difference}, indent=2))
         return 0
     started = (record.launch or Launch()).started or 0.0
     print_lines(f"{run_dir.path}: running for {time.time() - started:.0f} s")
     silent = [describe_silent_ranks(live.silent)] if live.silent else []
     # Suggest removing build locks only from this user's record: another user's record may name any file.
     own_launch = (read_own_record(run_dir) or RunRecord()).launch or Launch()
-    for line in (*as_lines(live), *find_locks(own_launch.env or {}), *silent):
+    for line in (*as_lines(live), *find_locks(own_launch.env or {}), *silent, *filter(None, [difference])):
         print_lines(f"  {line}")
     print_lines(f"  to monitor it: {to_typable(f'ezpz-llm watch {run_dir.path}')}")
     for rank in wanted:

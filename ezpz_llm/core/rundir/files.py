@@ -25,7 +25,7 @@ RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
 
 _PRIVATE = ("heartbeat", "errors", "control")
 """Folders with files that launch and the node agents trust: no access for other users, regardless of the umask."""
-_FOLDERS = ("logs", "stacks", "plots", "profile", "checkpoints")
+_FOLDERS = ("logs", "stacks", "collectives", "plots", "profile", "checkpoints")
 _FOLDER_MODE = 0o755
 """Mode of a run directory and its other folders, before the umask.
 
@@ -53,6 +53,7 @@ class RunDir:
     - `heartbeat/`: one report per node, or one file per rank if the node has no agent
     - `control/`: orders to the node agents
     - `stacks/`: stack traces of ranks
+    - `collectives/`: records of the ranks' latest collectives
     """
 
     record = _Inside("run.json")
@@ -71,6 +72,8 @@ class RunDir:
     """Resolved layout (see training/engine/)."""
     deepspeed = _Inside("deepspeed.json")
     """The ds_config passed to DeepSpeed; absent with other engines."""
+    collectives = _Inside("collectives")
+    """Records of the ranks' latest collectives, as torch's flight recorder writes them."""
     heartbeat = _Inside("heartbeat")
     """Reports of the nodes."""
     control = _Inside("control")
@@ -114,6 +117,10 @@ class RunDir:
     def rank_stacks(self, rank: int) -> Path:
         """Return the path of a rank's most recent stack traces."""
         return self.path / "stacks" / f"rank{rank:04d}.txt"
+
+    def rank_collectives(self, rank: int) -> Path:
+        """Return the path of a rank's record of its latest collectives. torch appends the rank to a prefix."""
+        return self.collectives / f"rank{rank}"
 
     @property
     def preflight(self) -> RunDir:

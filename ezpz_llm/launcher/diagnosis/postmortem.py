@@ -16,10 +16,12 @@ from ezpz_llm.launcher.basics.log_text import cut_lines
 from ezpz_llm.launcher.basics.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launcher.basics.variables import FAILURE_TEXTS_VARIABLE, RUN_ID_VARIABLE
 from ezpz_llm.launcher.diagnosis.advice import find_advice, resume_command
+from ezpz_llm.launcher.diagnosis.collective_differences import describe_difference
 from ezpz_llm.launcher.diagnosis.differences import Frame, main_stack, stack_in_log
 from ezpz_llm.launcher.diagnosis.log_patterns import read_abort, read_messages
 from ezpz_llm.launcher.diagnosis.postmortem_text import Content, as_details, as_text, cause_line
 from ezpz_llm.launcher.diagnosis.verdict_rules import Evidence, Verdict, find_root_cause
+from ezpz_llm.launcher.on_nodes.kinds import Kind
 from ezpz_llm.launcher.on_nodes.known_failures import (
     FailureText,
     shipped_texts,
@@ -40,6 +42,7 @@ _TAIL_BYTES = 1 << 17
 _TAIL_LINES = 20
 _LOGS_READ = 16
 _STACKS_READ = 64
+_HANGS = (Kind.IDLE, Kind.COLLECTIVE_TIMEOUT)
 _CLOCK_SLACK_S = 60.0
 """Allowance for a file server's clock; files older than the start belong to an earlier run in the directory."""
 
@@ -85,8 +88,9 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     if verdict is None or _all_succeeded(facts, reports, failures):
         return Postmortem(facts, 0, "all ranks succeeded")
     typed = None if own_launch is None else own_launch.typed or ()
+    difference = describe_difference(run_dir, since) if verdict.kind in _HANGS else None
     content = Content(run_dir, evidence, verdict, reports, *_last_lines(run_dir, verdict),
-                      find_advice(verdict, evidence, run_dir, typed), resume_command(run_dir, typed))
+                      find_advice(verdict, evidence, run_dir, typed), resume_command(run_dir, typed), difference)
     notes += slow_pattern_notes(texts)
     # Another user's run must not suggest files to remove.
     output = [line for failure in failures for line in failure.tail] if is_own_record else []

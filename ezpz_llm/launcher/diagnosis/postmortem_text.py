@@ -36,6 +36,7 @@ class Content:
     Attributes:
         lines: the last lines of the output of rank `lines_of`.
         resume: the command that resumes from the last checkpoint, if there is one.
+        difference: the first collective in which hanging ranks differ, if they have records.
     """
 
     run_dir: RunDir
@@ -46,6 +47,7 @@ class Content:
     lines: Sequence[str]
     advice: str | None
     resume: str | None = None
+    difference: str | None = None
 
     @property
     def cause(self) -> Failure | None:
@@ -84,7 +86,8 @@ def cause_line(content: Content) -> str:
 
 def as_text(content: Content, with_lines: bool = True) -> str:
     """Format the post-mortem, with or without the last lines of a rank's output."""
-    lines = [_first_line(content), *_cause_lines(content, with_lines)]
+    lines = [_first_line(content), *([f"  {content.difference}"] if content.difference else []),
+             *_cause_lines(content, with_lines)]
     lines += [f"  {line}" for line in (*_other_failures(content), *_absent_lines(content), *_ranks_behind(content))]
     lines += [f"  {match.source}: {_shorten(match.text)}" for match in _messages_to_show(content)]
     if content.advice:
@@ -105,6 +108,7 @@ def as_details(content: Content) -> dict[str, object]:
         "only": verdict.only,
         "ranks": list(verdict.ranks),
         "waiting": list(verdict.waiting),
+        "collectives": content.difference,
         "record": asdict(content.cause) if content.cause else None,
         "followers": [{"ranks": ranks, "what": description}
                       for description, ranks in _group_failures(content).items()],

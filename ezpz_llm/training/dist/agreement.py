@@ -1,4 +1,7 @@
-"""Collectives for Python objects, and for raising one rank's error on all ranks, so that none waits."""
+"""Collectives for Python objects and small values, and for raising one rank's error on all ranks.
+
+They use `Dist.control`, and so neither wait for the work queued on a device nor add to it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def gather(dist: Dist, value: Any) -> list[Any] | None:
     if dist.world_size == 1:
         return [value]
     values: list[Any] | None = [None] * dist.world_size if dist.rank == 0 else None
-    torch_dist.gather_object(value, values, dst=0)
+    torch_dist.gather_object(value, values, dst=0, group=dist.control)
     return values
 
 
@@ -38,7 +41,7 @@ def all_gather(dist: Dist, value: Any) -> list[Any]:
     """Return every rank's value on every rank. Only for small values, since they are pickled. Collective."""
     values = [value] * dist.world_size
     if dist.world_size > 1:
-        torch_dist.all_gather_object(values, value)
+        torch_dist.all_gather_object(values, value, group=dist.control)
     return values
 
 
@@ -46,22 +49,22 @@ def all_gather_number(dist: Dist, value: float) -> list[float]:
     """Return every rank's number, rounded to fp32, on every rank. Sends 4 bytes per rank. Collective."""
     if dist.world_size == 1:
         return [value]
-    values = torch.empty(dist.world_size, device=dist.device)
+    values = torch.empty(dist.world_size)
     # torch 2.13 renamed all_gather_into_tensor, and warns about the old name.
     all_gather_tensor = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
-    all_gather_tensor(values, torch.tensor([value], device=dist.device))
+    all_gather_tensor(values, torch.tensor([value]), group=dist.control)
     return values.tolist()
 
 
 def all_reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dist.ReduceOp.SUM) -> torch.Tensor:
-    """All-reduce `values` on this rank's device, and return the result. Collective.
+    """All-reduce a copy of `values` in CPU memory, and return the result. Collective.
 
-    Overwrites `values` if they are on that device. With a single rank, returns `values` unchanged.
+    Overwrites `values` if they are in CPU memory. With a single rank, returns `values` unchanged.
     """
     if dist.world_size == 1:
         return values
-    values = values.to(dist.device)
-    torch_dist.all_reduce(values, op=op)
+    values = values.cpu()
+    torch_dist.all_reduce(values, op=op, group=dist.control)
     return values
 
 
@@ -70,7 +73,7 @@ def broadcast(dist: Dist, value: Any) -> Any:
     if dist.world_size == 1:
         return value
     values = [value]
-    torch_dist.broadcast_object_list(values, src=0)
+    torch_dist.broadcast_object_list(values, src=0, group=dist.control)
     return values[0]
 
 
@@ -86,7 +89,7 @@ def first_value(dist: Dist, value: T | None) -> T | None:
     if first == dist.world_size:
         return None
     values = [value]
-    torch_dist.broadcast_object_list(values, src=first)
+    torch_dist.broadcast_object_list(values, src=first, group=dist.control)
     return values[0]
 
 

@@ -21,12 +21,12 @@ class RankGroups:
     so a later group of the same ranks could get the name, and the store's keys, of a destroyed one.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device,
-                 timeout: datetime.timedelta | None) -> None:
+    def __init__(self, rank: int, world_size: int, timeout: datetime.timedelta | None,
+                 control: ProcessGroup | None) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._device = device
         self._timeout = timeout
+        self._control = control
         self._groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
 
     def get(self, division: Division, purpose: str = "") -> ProcessGroup:
@@ -58,8 +58,8 @@ class RankGroups:
         The numbers differ if a program has created groups that do not include all ranks.
         """
         count = count_groups()
-        extremes = torch.tensor([count, -count], device=self._device)
-        torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
+        extremes = torch.tensor([count, -count])
+        torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX, group=self._control)
         highest, negated_lowest = extremes.tolist()
         return highest == -negated_lowest
 

@@ -11,8 +11,6 @@ from torch.distributed import ProcessGroup
 from ezpz_llm.training.dist.degrees import AXES, Axis, Degrees
 from ezpz_llm.training.dist.groups import RankGroups
 
-_CPU = torch.device("cpu")
-
 _COMBINED: tuple[tuple[Axis, ...], ...] = (("dp", "sp"), ("pp", "tp"), ("pp", "dp", "sp"))
 """Groups along several axes: ranks that compute with the same parameters, ranks that together hold one copy of the
 model, and ranks that differ in their tokens or layers."""
@@ -22,19 +20,19 @@ class Mesh:
     """Coordinates and process groups of this rank. Creating a mesh is collective.
 
     Args:
-        device: device of this rank, for the all-reduce that precedes the creation of a group.
+        control: group for the all-reduce that precedes the creation of a group; see `Dist.control`.
         groups: groups of an earlier mesh in the same world, which are reused.
     """
 
     def __init__(self, degrees: Degrees, rank: int, timeout: datetime.timedelta | None = None,
-                 device: torch.device = _CPU, groups: RankGroups | None = None) -> None:
+                 control: ProcessGroup | None = None, groups: RankGroups | None = None) -> None:
         self.degrees = degrees
         self.rank = rank
         coordinates = degrees.coordinates(rank)
         self.dp_rank, self.tp_rank = coordinates["dp"], coordinates["tp"]
         self.pp_rank, self.sp_rank = coordinates["pp"], coordinates["sp"]
         self.dp_size, self.tp_size, self.pp_size, self.sp_size = degrees.dp, degrees.tp, degrees.pp, degrees.sp
-        self.rank_groups = groups or RankGroups(rank, self.size(*AXES), device, timeout)
+        self.rank_groups = groups or RankGroups(rank, self.size(*AXES), timeout, control)
         self._groups: dict[tuple[Axis, ...], ProcessGroup | None] = {}
         for axes in (*((axis,) for axis in AXES), *_COMBINED):
             key = self._key(axes)

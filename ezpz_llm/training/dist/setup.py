@@ -17,19 +17,33 @@ import torch
 
 from ezpz_llm.core.base import UserError, print_lines
 from ezpz_llm.core.rundir import RunDir, SideFiles, redact_words
-from ezpz_llm.launcher.basics.addresses import list_interfaces, require_interfaces
+from ezpz_llm.launcher.basics.addresses import (
+    address_towards,
+    is_loopback,
+    list_interfaces,
+    require_interfaces,
+    resolve,
+)
 from ezpz_llm.launcher.basics.ranks import ALONE, RankInfo, find_rank
 from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
 from ezpz_llm.launcher.jobs.owner import Ownership
 from ezpz_llm.launcher.jobs.schedulers import find_allocation
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.collective_records import VARIABLES as RECORD_VARIABLES
+from ezpz_llm.training.dist.collective_records import CollectiveRecords, keep_records
 from ezpz_llm.training.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.training.dist.freed_memory import keep_freed_memory
 from ezpz_llm.training.dist.heartbeat import answer_with_stacks
 from ezpz_llm.training.dist.mesh import Degrees, Mesh
 from ezpz_llm.training.dist.optional_work import OptionalWork
-from ezpz_llm.training.dist.process_group import check_group, create_group, destroy_group, skip_cleanup_at_exit
-from ezpz_llm.training.dist.rendezvous import rendezvous, share_error_without_group
+from ezpz_llm.training.dist.process_group import (
+    check_group,
+    create_control_group,
+    create_group,
+    destroy_group,
+    skip_cleanup_at_exit,
+)
+from ezpz_llm.training.dist.rendezvous import Rendezvous, rendezvous, share_error_without_group
 from ezpz_llm.training.dist.shared_run_dir import agree_on_run_dir
 
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -58,12 +72,17 @@ class Dist:
     """Ownership of the run directory, on rank 0 if launch does not hold it."""
     side: SideFiles = field(default_factory=SideFiles)
     """Writer of files that training does not depend on."""
+    control: torch.distributed.ProcessGroup | None = None
+    """Group of all ranks for messages from CPU memory, beside the group of the device's backend. None, torch's name
+    for the default group, if that one sends from CPU memory."""
     owns_group: bool = True
     """True if `setup` created the process group, which `close` then destroys."""
     optional: OptionalWork = field(default_factory=OptionalWork)
     """Runner of optional work, such as samples and plots, whose failure is only a warning."""
     long_actions: int = 0
     """Number of actions that `agreement.run_long_on_main` has run."""
+    records: CollectiveRecords | None = None
+    """Writer of the record of this rank's collectives; see `ezpz_llm.training.dist.collective_records`."""
     chain_position: Any = None
     """Position of the run in the chain of its checkpoints, on rank 0; see `ezpz_llm.training.checkpoint.chain`."""
 
@@ -85,7 +104,7 @@ class Dist:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
-            torch.distributed.barrier()
+            torch.distributed.barrier(group=self.control)
 
     def ensure_group(self) -> None:
         """Create a process group for a single process, for engines that require one. Keeps an existing group."""
@@ -107,10 +126,16 @@ class Dist:
     def close(self) -> None:
         """Release the run directory, restore the environment, and destroy `setup`'s process group. Collective."""
         self._release()
-        if self.owns_group and torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized():
+            return
+        if self.owns_group:
             destroy_group()
+        elif self.control is not None:
+            torch.distributed.destroy_process_group(self.control)
 
     def _release(self) -> None:
+        if self.records is not None:
+            self.records.close()
         self.optional.store = None  # rank 0's store listens until its last reference is dropped
         if self.ownership is not None:
             self.ownership.release()
@@ -151,7 +176,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     warn_if_single_process(info, os.environ)
     _check_world_size(info)
     timeout = datetime.timedelta(seconds=timeout_s)
-    before = {name: os.environ.get(name) for name in _EXPORTED}
+    before = {name: os.environ.get(name) for name in (*_EXPORTED, *RECORD_VARIABLES)}
     has_group = torch.distributed.is_initialized()
     if has_group:
         check_group(info)
@@ -164,8 +189,9 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         _export(info, chosen)
         if chosen.type == "cpu" and keeps_memory:
             keep_freed_memory(os.environ)
-        folder, ownership = agree_on_run_dir(info, run_dir, name)
-        mesh = Mesh(Degrees(info.world_size), info.rank, timeout, chosen)
+        control = create_control_group(timeout) if info.world_size > 1 else None
+        folder, ownership = agree_on_run_dir(info, run_dir, name, control)
+        mesh = Mesh(Degrees(info.world_size), info.rank, timeout, control)
     except BaseException:
         _restore(before)
         skip_cleanup_at_exit()
@@ -173,8 +199,9 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     backend = None
     if info.world_size > 1:
         backend = torch.distributed.get_backend() if has_group else DEVICES[chosen.type].collectives
-    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, owns_group=not has_group,
-                optional=OptionalWork(info.rank, info.world_size, store))
+    records = None if backend is None else CollectiveRecords(os.environ, folder, info.rank, backend)
+    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, control=control,
+                owns_group=not has_group, records=records, optional=OptionalWork(info.rank, info.world_size, store))
 
 
 def _check_world_size(info: RankInfo) -> None:
@@ -197,22 +224,33 @@ def _join(info: RankInfo, asked: str | None,
         error = own_error
     else:
         # Check before the rendezvous: without the interface, this node may be unable to reach the other nodes.
-        require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
+        for backend in dict.fromkeys((DEVICES[device.type].collectives, "gloo")):
+            require_interfaces(backend, info.rank, os.environ)
     joined = rendezvous(info, os.environ, timeout)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = joined.address, str(joined.port)
-    if joined.on_node and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # By default gloo listens on the address of the hostname, which the whole network can reach.
-        for name, address in list_interfaces().items():
-            if address == "127.0.0.1":
-                os.environ["GLOO_SOCKET_IFNAME"] = name
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _gloo_interface(joined)) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     if device is not None:
         try:
             claim_device(joined.store, socket.gethostname(), device.type, device_identity(device), info.rank)
         except UserError as own_error:
             error = own_error
     share_error_without_group(joined.store, info, error)
+    keep_records(os.environ)
     create_group(device, joined.store, info.rank, info.world_size, timeout)
     return device, joined.store
+
+
+def _gloo_interface(joined: Rendezvous) -> str | None:
+    """Return the interface on which gloo must listen, or None to listen on the address of the hostname."""
+    if joined.on_node:
+        wanted: str | None = "127.0.0.1"  # the whole network can reach the address of the hostname
+    elif is_loopback(resolve(socket.gethostname()) or ""):
+        # As in Debian's /etc/hosts: other nodes cannot reach that address.
+        wanted = address_towards(joined.address)
+    else:
+        return None
+    return next((name for name, address in list_interfaces().items() if address == wanted is not None), None)
 
 
 def _export(info: RankInfo, device: torch.device) -> None:

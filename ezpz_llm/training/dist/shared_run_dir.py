@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
@@ -15,12 +16,14 @@ from ezpz_llm.launcher.jobs.owner import Ownership, become_owner
 from ezpz_llm.training.dist.process_group import destroy_group
 
 
-def agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[RunDir, Ownership | None]:
+def agree_on_run_dir(info: RankInfo, asked: Path | None, name: str,
+                     control: ProcessGroup | None) -> tuple[RunDir, Ownership | None]:
     """Return the run directory, and its ownership on rank 0 if launch does not hold it. Collective.
 
     Args:
         asked: run directory of the command line.
         name: prefix of the name of a new run directory.
+        control: see `Dist.control`.
 
     Raises:
         UserError: two directories are given, the run directory cannot be created, or another run writes to it. In
@@ -44,7 +47,7 @@ def agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Run
         except UserError as own_error:
             error, outcome = own_error, [None, str(own_error)]
     if info.world_size > 1:
-        torch.distributed.broadcast_object_list(outcome, src=0)
+        torch.distributed.broadcast_object_list(outcome, src=0, group=control)
     path, failure = outcome
     if path is None:
         if info.world_size > 1:

@@ -171,6 +171,17 @@ def count_groups() -> int:
     return len(_world.pg_names)
 
 
+def record_of_collectives(backend: str) -> bytes | None:
+    """Return a pickled record of this rank's latest collectives, without stacks; None if this torch keeps none.
+
+    Args:
+        backend: communication backend whose collectives are wanted.
+    """
+    module = find("torch", "_C._distributed_c10d")
+    dump = getattr(module, f"_dump_{backend}_trace", None) or getattr(module, "_dump_fr_trace", None)
+    return None if dump is None else dump(True, False, False)
+
+
 def make_fake_store() -> Any:
     """Create the store for groups with the backend "fake"."""
     return find("torch.testing._internal.distributed.fake_pg", "FakeStore")()

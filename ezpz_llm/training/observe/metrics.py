@@ -253,12 +253,11 @@ class MetricsLog:
         mesh = self._dist.mesh
         if mesh.pp_size == 1 or not self._busy:
             return None
-        sums = torch.zeros(mesh.pp_size + 1, device=self._dist.device)
+        sums = torch.zeros(mesh.pp_size + 1)
         sums[mesh.pp_rank] = statistics.median(steady_steps(self._busy))
         if mesh.pp_rank == 0:
             sums[-1] = statistics.median(steady_steps(self._span))
-        torch.distributed.all_reduce(sums)
-        *stages, pipeline_s = sums.tolist()
+        *stages, pipeline_s = all_reduce(self._dist, sums).tolist()
         return Bubble(tuple(1 - seconds / pipeline_s for seconds in stages),
                       (mesh.pp_size - 1) / (self.work.accumulation + mesh.pp_size - 1))
 
@@ -272,9 +271,7 @@ class MetricsLog:
         stacked = torch.stack([recorded.values for recorded in self._pending.values()])
         if self._dist.world_size == 1:
             return stacked.tolist()
-        stacked = stacked.double()
-        torch.distributed.all_reduce(stacked)
-        return (stacked / self._dist.world_size).tolist()
+        return (all_reduce(self._dist, stacked.double()) / self._dist.world_size).tolist()
 
     def _line(self, step: int, recorded: _Step, values: list[float], times: StepTimes) -> dict[str, Any]:
         loss, grad_norm, tokens = values
