@@ -10,7 +10,7 @@ import signal
 from dataclasses import replace
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg
 from one_layer import one_layer
 
 from ezpz_llm.core.base import UserError

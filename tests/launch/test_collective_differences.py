@@ -24,9 +24,9 @@ WORLD, PEERS = ("0", "default_pg"), ("7d1c", "mesh_tp")
 def call(number: int, name: str = "all_reduce", size: int = 8, *, group: tuple[str, str] = WORLD, at: int = 0,
          is_p2p: bool = False) -> dict[str, Any]:
     """Return an entry in the form of version 2.10 of the record, with the members that matter."""
-    return {"process_group": group, "collective_seq_id": number, "p2p_seq_id": 0, "profiling_name": f"nccl:{name}",
-            "input_sizes": [[size]], "input_dtypes": ["BFloat16"], "time_created_ns": at or number, "is_p2p": is_p2p,
-            "state": "scheduled"}
+    return {"process_group": group, "collective_seq_id": number, "profiling_name": f"nccl:{name}",
+            "input_sizes": [[size]], "input_dtypes": ["BFloat16"], "time_created_ns": at or number,
+            "is_p2p": is_p2p}
 
 
 def described(folder: Path, *records: list[dict[str, Any]], members: dict[str, str] | None = None) -> str | None:
@@ -52,7 +52,8 @@ def test_rank_that_did_not_call_a_collective_is_named(tmp_path: Path) -> None:
 ])
 def test_different_calls_are_named(other: dict[str, Any], text: str, tmp_path: Path) -> None:
     usual = [call(1), call(2)]
-    assert described(tmp_path, usual, usual, [call(1), other]) == f"ranks differ in collective 2 of all ranks: {text}"
+    differing = [call(1), other]
+    assert described(tmp_path, usual, usual, differing) == f"ranks differ in collective 2 of all ranks: {text}"
 
 
 def test_sizes_of_an_all_to_all_may_differ(tmp_path: Path) -> None:

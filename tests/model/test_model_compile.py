@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ezpz_llm.training.model.attention_kernels import attention_kernel
+from ezpz_llm.training.model import attention_kernels
+from ezpz_llm.training.model.attention_kernels import AttentionKernel, attention_kernel, is_blockwise
 from ezpz_llm.training.model.compile import compile_blocks, eager
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.gpt import GPT, gelu
@@ -79,3 +83,17 @@ def test_the_reported_kernel_is_the_one_that_runs():
         forced = attention_kernel(get_model_config("tiny-llama", block_size=64), 1, cpu, torch.float32)
     assert (forced.name, forced.score_bytes) == ("math", 4 * 64 * 64 * 4)
     assert attention_kernel(config, 2, cpu, torch.bfloat16).name == "blockwise_attention"
+
+
+def test_the_kernel_on_intel_gpus_does_not_store_scores_where_torch_would(monkeypatch):
+    """Before 2.11, torch has no fused kernel with gradients there, and later none with masks."""
+    config, xpu = get_model_config("tiny-gpt2", block_size=64), torch.device("xpu")
+    assert attention_kernel(config, 2, xpu, torch.bfloat16, masked=True).name == "blockwise_attention"
+    exact = attention_kernel(config, 2, xpu, torch.float32, masked=True)
+    assert exact == AttentionKernel("math", 2 * 4 * 64 * 64 * 4)
+    assert not is_blockwise(xpu, torch.bfloat16, 0.0)
+    monkeypatch.setattr(torch, "__version__", "2.9.1+xpu")
+    before = runpy.run_path(attention_kernels.__file__)
+    assert before["attention_kernel"](config, 2, xpu, torch.bfloat16).name == "blockwise_attention"
+    dropout = before["attention_kernel"](replace(config, dropout=0.1), 2, xpu, torch.bfloat16)
+    assert (dropout.name, dropout.score_bytes) == ("math", 2 * 4 * 64 * 64 * 2)

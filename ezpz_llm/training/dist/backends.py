@@ -20,6 +20,7 @@ class _Traits:
         bound: process groups are created with `device_id`, so that they do not guess the device, and create
             communicators at once instead of in the first collective.
         averages: the backend's average of a reduction is correct. If not, sum and divide.
+        masked_attention: torch has a fused attention kernel with masks and gradients.
         exact_all_to_all: all-to-all returns the right values. If False, sequence parallelism checks it first.
         overlaps: communication can overlap with computation.
         pins: copies to the device can be asynchronous, but only from pinned CPU memory.
@@ -34,6 +35,7 @@ class _Traits:
     own: bool = True
     bound: bool = False
     averages: bool = False
+    masked_attention: bool = True
     exact_all_to_all: bool = True
     overlaps: bool = True
     pins: bool = True
@@ -48,7 +50,8 @@ DEVICES = {
     "cuda": _Traits("nccl", bound=True, averages=True, tf32=True),
     # oneCCL's average raises an error or divides twice (github.com/intel/torch-xpu-ops issues 2361 and 3020,
     # github.com/uxlfoundation/oneCCL issue 195); its all-to-all returned wrong data (torch-xpu-ops issue 3021).
-    "xpu": _Traits("xccl", exact_all_to_all=False, parts=True, bf16="yes"),
+    # With a mask, torch 2.11 computes all scores on Intel GPUs (torch-xpu-ops issue 2390).
+    "xpu": _Traits("xccl", masked_attention=False, exact_all_to_all=False, parts=True, bf16="yes"),
     # overlaps=False: there is a single command queue, and DeepSpeed has no streams for MPS.
     "mps": _Traits("gloo", own=False, overlaps=False, pins=False, bf16="no", float64=False),
     # gloo's average is a sum in some versions of torch (github.com/pytorch/pytorch/issues/162338).

@@ -29,8 +29,7 @@ from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIA
 from ezpz_llm.launcher.jobs.owner import Ownership
 from ezpz_llm.launcher.jobs.schedulers import find_allocation
 from ezpz_llm.training.dist.backends import DEVICES
-from ezpz_llm.training.dist.collective_records import VARIABLES as RECORD_VARIABLES
-from ezpz_llm.training.dist.collective_records import CollectiveRecords, keep_records
+from ezpz_llm.training.dist.collective_records import VARIABLES as RECORD_VARIABLES, CollectiveRecords, keep_records
 from ezpz_llm.training.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.training.dist.freed_memory import keep_freed_memory
 from ezpz_llm.training.dist.heartbeat import answer_with_stacks

@@ -21,7 +21,8 @@ class Rule:
         use: what must not be used with these versions: a device type, or a name that the layout check passes.
         problem: continues "DeepSpeed 0.18.5".
         issue: address of the public issue, or the page of this project with the measurement.
-        settings: environment variables that avoid the bug. If empty, the layout check rejects the use.
+        settings: environment variables that avoid the bug. If empty, the caller of `find_rule` rejects or replaces
+            the use.
     """
 
     package: Package
@@ -40,6 +41,7 @@ class Rule:
 
 PIPELINES, STAGE_2, OVERLAP = "pipelines", "ZeRO stage 2", "overlap_comm"
 WIDE_GRADIENTS = "bf16 gradients accumulated in fp32"
+XPU_ATTENTION = "attention on xpu"
 
 RULES = (
     Rule("DeepSpeed", (), (0, 19, 3), PIPELINES,
@@ -60,6 +62,9 @@ RULES = (
          "https://github.com/pytorch/pytorch/issues/153960", {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}),
     Rule("torch", (2, 8), (2, 9), "xpu", "may hang in send, receive, gather, and scatter",
          "https://github.com/pytorch/pytorch/issues/156782", {"CCL_SEND": "direct", "CCL_RECV": "direct"}),
+    # Replaced by this package's attention, and by torch's math kernel with dropout (model/attention_kernels.py).
+    Rule("torch", (), (2, 11), XPU_ATTENTION, "has no fused attention with gradients on Intel GPUs",
+         "https://github.com/intel/torch-xpu-ops/issues/2232"),
     # Every group of a layout is a split of the world's communicator. No release is known to have the fix.
     Rule("ROCm", (6, 4), (8,), "cuda", "may crash in ncclCommSplit with MSCCL",
          "https://github.com/ROCm/TheRock/issues/7874", {"RCCL_MSCCL_ENABLE": "0"}),

@@ -1,4 +1,4 @@
-"""Attention kernel for a model's shapes, and a blockwise kernel for CPUs in bf16."""
+"""Attention kernel for a model's shapes, and a blockwise kernel in bf16 for devices without a fused one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
+from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.torch_internals import fused_attention_choice, softmax_backward
+from ezpz_llm.training.dist.version_rules import XPU_ATTENTION, find_rule
 from ezpz_llm.training.model.config import ModelConfig
 
 
@@ -20,7 +22,7 @@ class AttentionKernel:
     """Attention kernel and its memory for scores."""
 
     name: str
-    """"blockwise_attention" (this module's, for CPUs), or torch's "flash_attention", "efficient_attention",
+    """"blockwise_attention" (this module's), or torch's "flash_attention", "efficient_attention",
     "cudnn_attention", "overrideable" (of the device) or "math"."""
     score_bytes: int
     """Bytes of a layer's scores that the math kernel keeps for the backward pass (B H T^2 values); 0 for others."""
@@ -37,8 +39,11 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
         explicit: True if the math kernel is requested.
         masked: True with masks between documents.
     """
-    if is_blockwise(device, dtype, config.dropout) and not explicit:
+    if not explicit and is_blockwise(device, dtype, config.dropout, masked):
         return AttentionKernel("blockwise_attention", 0)
+    scores = micro_batch * config.n_head * config.block_size ** 2 * dtype.itemsize
+    if explicit or not _has_fused_kernel(device, masked):
+        return AttentionKernel(SDPBackend.MATH.name.lower(), scores)
 
     def heads(count: int) -> torch.Tensor:
         return torch.empty(micro_batch, count, config.block_size, config.head_dim, device=device, dtype=dtype,
@@ -50,10 +55,11 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
     # scaled_dot_product_attention calls the same function, which has no public name.
     choice = fused_attention_choice(heads(config.n_head), keys, keys, mask, dropout_p=config.dropout,
                                     is_causal=not masked, enable_gqa=keys.shape[1] != config.n_head)
-    backend = SDPBackend.MATH if explicit else SDPBackend(choice)
-    scores = micro_batch * config.n_head * config.block_size ** 2 * dtype.itemsize
+    backend = SDPBackend(choice)
     return AttentionKernel(backend.name.lower(), scores if backend == SDPBackend.MATH else 0)
 
+
+_LACKS_XPU_ATTENTION = find_rule("torch", torch.__version__, XPU_ATTENTION) is not None
 
 _ROWS = 128
 """Rows of a block: the fastest for 256 and 512 tokens, and 4 % slower than the fastest for 1024 (measured)."""
@@ -61,9 +67,21 @@ _ELEMENTS = 2 ** 25
 """Maximum number of scores in a block, which reduces its rows for very long sequences."""
 
 
-def is_blockwise(device: torch.device, dtype: torch.dtype, dropout: float) -> bool:
-    """Return True if `blockwise_attention` is the kernel for matmuls of this dtype."""
-    return device.type == "cpu" and dtype == torch.bfloat16 and not dropout
+def is_blockwise(device: torch.device, dtype: torch.dtype, dropout: float, masked: bool = False) -> bool:
+    """Return True if `blockwise_attention` is the kernel for matmuls of this dtype.
+
+    It is faster than torch's kernel on CPUs, and replaces torch's math kernel on devices that have no fused one.
+    """
+    return (dtype == torch.bfloat16 and not dropout
+            and (device.type == "cpu" or not _has_fused_kernel(device, masked)))
+
+
+def _has_fused_kernel(device: torch.device, masked: bool) -> bool:
+    """Return True if torch has a fused kernel with gradients. Its own choice of a kernel may ignore gradients."""
+    traits = DEVICES.get(device.type)
+    if traits is None:
+        return True  # the meta device
+    return (traits.masked_attention or not masked) and not (device.type == "xpu" and _LACKS_XPU_ATTENTION)
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

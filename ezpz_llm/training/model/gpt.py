@@ -156,7 +156,7 @@ class CausalProduct(nn.Module):
             mask: added to the scores, (B, 1, T, T); -inf for later tokens.
         """
         dropout = self.dropout if self.training else 0.0
-        if is_blockwise(q.device, q.dtype, dropout) and not self.explicit:
+        if not self.explicit and is_blockwise(q.device, q.dtype, dropout, mask is not None):
             return blockwise_attention(q, k, v, mask)
         if mask is not None and q.shape[1] != k.shape[1]:
             # torch's memory-efficient kernel supports masks, but not grouped heads.
