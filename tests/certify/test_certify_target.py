@@ -45,6 +45,8 @@ OTHERS_IN_THE_STEP = {
 }
 REFUSED = {
     "parameter_left_out": "the optimizer does not have the parameter back.bias, which would never change",
+    "plain_descent": "certify cannot read the first gradient from the state of SGD",
+    "decay_in_the_gradient": "certify cannot read the first gradient from the state of Adam",
     "unused_parameter": "the gradient of spare.weight is 0 or missing in one process",
     "frozen_part": "the gradient of head.weight is 0 or missing in one process",
     "tied_weight_copied": "3.weight starts as a copy of 0.weight but is not tied to it",
@@ -75,14 +77,15 @@ def check_passes(reports: dict[str, dict]) -> None:
 
 
 def test_correct_trainings_pass(tmp_path: Path) -> None:
-    check_passes(certified(tmp_path, ["mlp:ddp,zero1:fp32", "unet_batches:ddp,zero1:fp32", "mlp:ddp:bf16"]))
+    check_passes(certified(tmp_path, ["mlp:ddp,zero1:fp32", "unet_batches:ddp,zero1:fp32", "mlp:ddp:bf16",
+                                    "momentum:zero2:fp32"]))
 
 
 @pytest.mark.full
 def test_correct_trainings_pass_under_every_layout(tmp_path: Path) -> None:
     layouts = [name for name in LAYOUTS if name != "zero3_hpz2"]
     rounded = [name for name in layouts if name != "zero0"]
-    check_passes(certified(tmp_path, [f"{name}:{','.join(chosen)}:{dtype}" for name in ("mlp", "normed")
+    check_passes(certified(tmp_path, [f"{name}:{','.join(chosen)}:{dtype}" for name in ("mlp", "normed", "momentum")
                                       for chosen, dtype in ((layouts, "fp32"), (rounded, "bf16"))]))
 
 

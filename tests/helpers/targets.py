@@ -94,6 +94,20 @@ def conv() -> Target:
                   evaluate=own_evaluation, epoch_batches=EPOCH)
 
 
+def momentum() -> Target:
+    """Return `mlp` with an optimizer that keeps a mean of the gradients under another name and factor than Adam."""
+    return dataclasses.replace(mlp(), optimizer=lambda module: torch.optim.SGD(module.parameters(), 0.05, 0.9))
+
+
+def plain_descent() -> Target:
+    return dataclasses.replace(mlp(), optimizer=lambda module: torch.optim.SGD(module.parameters(), 0.05))
+
+
+def decay_in_the_gradient() -> Target:
+    return dataclasses.replace(mlp(), optimizer=lambda module: torch.optim.Adam(module.parameters(),
+                                                                                weight_decay=0.1))
+
+
 def normed() -> Target:
     """Return `conv` with running statistics, in a norm that is itself the module's first child."""
     return dataclasses.replace(conv(), module=lambda: nn.Sequential(nn.BatchNorm2d(1), *convolutions()))

@@ -103,14 +103,18 @@ def settings_of(config: ModelConfig, clip: float, z_loss: float = 0.0, end_of_te
 
 def state_of(engine: Engine) -> State:
     """Copy the training state of a single-rank engine to the CPU."""
-    parts: dict[str, dict[str, Tensor]] = {"weight": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    state = engine.training_state()
-    for piece in state.slices():
-        for kind, tensors in parts.items():
-            whole = tensors.setdefault(piece.name, torch.full(piece.shape, torch.nan))
-            # A parameter of a script has no moments before its first step.
-            whole.view(-1)[piece.start:piece.stop] = piece.tensors.get(kind, torch.zeros(())).detach().cpu()
-    return State(parts["weight"], parts["exp_avg"], parts["exp_avg_sq"], state.optimizer_step)
+    return State(whole_tensors(engine, "weight"), whole_tensors(engine, "exp_avg"),
+                 whole_tensors(engine, "exp_avg_sq"), engine.training_state().optimizer_step)
+
+
+def whole_tensors(engine: Engine, kind: str) -> dict[str, Tensor]:
+    """Copy the weights or an optimizer state of a single-rank engine to the CPU, by parameter name."""
+    tensors: dict[str, Tensor] = {}
+    for piece in engine.training_state().slices():
+        whole = tensors.setdefault(piece.name, torch.full(piece.shape, torch.nan))
+        # A parameter of a script has no optimizer state before its first step.
+        whole.view(-1)[piece.start:piece.stop] = piece.tensors.get(kind, torch.zeros(())).detach().cpu()
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,15 @@ class ReferenceNumbers(Struct, frozen=True):
 class TargetProperties(Struct, frozen=True):
     """Properties of a target that all layouts need.
 
-    `clip` is the gradient clip, `parameters` is the number of parameters, `drops` is True if the module had
+    `clip` is the gradient clip. After the first step, the optimizer state `gradient_state` is the clipped gradient
+    times `gradient_factor`. `parameters` is the number of parameters, `drops` is True if the module had
     dropout before `fresh_module` disabled it, `batches` are the samples of each micro-batch, and `statistics` is
     the baseline noise by running statistic.
     """
 
     clip: float
+    gradient_state: str
+    gradient_factor: float
     parameters: Whole
     drops: bool
     batches: dict[int, list[str]]

@@ -28,7 +28,7 @@ from ezpz_llm.verify.certify.middle_checkpoints import MiddleCheckpoints
 from ezpz_llm.verify.certify.records import CaseResult, TargetProperties
 from ezpz_llm.verify.certify.reference import Reference, compare, free_memory, read_reference
 from ezpz_llm.verify.certify.target_file import ACCUMULATION, SAME, load
-from ezpz_llm.verify.certify.target_reference import STATISTIC, gradient_scale, scaled_ds_config
+from ezpz_llm.verify.certify.target_reference import STATISTIC, clip_factor, scaled_ds_config
 from ezpz_llm.verify.certify.target_resume import WeightSlices, compare_resumed, copy_weights, resume
 from ezpz_llm.verify.certify.target_run import (
     Batches,
@@ -122,8 +122,9 @@ def _train(case: Case, job: Job, dist: Dist, reference: Reference, about: Target
     def after_step(step: int, trajectory: Observations) -> None:
         """Compare the gradients of the first step, and save a checkpoint in the middle of the run."""
         if step == 0:
-            measured["gradient"] = compare(model.engine, None, reference, "exp_avg", "gradient", dist,
-                                           scale=gradient_scale(model.optimizer, about.clip, trajectory))
+            scale = 1 / about.gradient_factor / clip_factor(about.clip, trajectory)
+            measured["gradient"] = compare(model.engine, None, reference, about.gradient_state, "gradient", dist,
+                                           scale=scale)
         if step == first_epoch_steps(job.steps) - 1:
             ScriptModels({"": model}, dist).save(RunDir(checkpoints.own), step + 1, {})
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -19,14 +21,22 @@ from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.engine.running_statistics import statistics_of
 from ezpz_llm.training.layout import ds_config
 from ezpz_llm.training.layout.layout import read_layout
+from ezpz_llm.training.library.target import Target
 from ezpz_llm.verify.certify import verdict
 from ezpz_llm.verify.certify.cases import scaled_down
 from ezpz_llm.verify.certify.local_launches import Job, reference_file
-from ezpz_llm.verify.certify.one_process import DISAGREES, INCONSISTENT, state_of
+from ezpz_llm.verify.certify.one_process import DISAGREES, INCONSISTENT, whole_tensors
 from ezpz_llm.verify.certify.records import ReferenceNumbers, TargetProperties
 from ezpz_llm.verify.certify.reference import baseline_noise, reordered_sums, single_rank_world
 from ezpz_llm.verify.certify.target_file import ACCUMULATION, CLIP_SHARE, SAME, load
-from ezpz_llm.verify.certify.target_run import Batches, Observations, fresh_module, train, wrap_target
+from ezpz_llm.verify.certify.target_run import (
+    Batches,
+    Observations,
+    fresh_module,
+    make_optimizer,
+    train,
+    wrap_target,
+)
 from ezpz_llm.verify.certify.target_statistics import normalizes_over_batch
 
 STATISTIC = "statistic/"
@@ -64,17 +74,20 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     plain = _plain_gradients(whole)
     clip = CLIP_SHARE * _norm(plain)
     check_gradients(plain, _plain_gradients(divided))
-    whole_run, tensors = _run(whole, single, dtype, clip)
+    gradient = find_gradient_state(target, plain, clip)
+    whole_run, tensors = _run(whole, single, dtype, clip, *gradient)
     if dtype == "fp32":
         _check_against_plain_loop(plain, tensors)
     repetitions = []
     for order, (dp_size, shuffled) in enumerate(((1, True), (size, True), (size, False)), start=1):
         with reordered_sums(order) if shuffled else nullcontext():
-            repetitions.append(_run(batches(whole.size if in_parts else dp_size, order), single, dtype, clip))
+            repetitions.append(_run(batches(whole.size if in_parts else dp_size, order), single, dtype, clip,
+                                    *gradient))
     noise = baseline_noise(None, whole_run, tensors, repetitions)
     if whole_run.rounded:  # bf16 losses are so coarse that runs may agree by chance
         noise = replace(noise, loss=max(noise.loss, verdict.ROUNDING[dtype] * max(map(abs, whole_run.losses))))
-    about = TargetProperties(clip=clip, parameters=sum(value.numel() for value in plain.values()),
+    about = TargetProperties(clip=clip, gradient_state=gradient[0], gradient_factor=gradient[1],
+                             parameters=sum(value.numel() for value in plain.values()),
                              drops=has_dropout, batches=whole.seen,
                              statistics={name: max(
                                  (run[f"{STATISTIC}{name}"] - tensors[f"{STATISTIC}{name}"]).norm().item()
@@ -168,29 +181,73 @@ def _norm(gradients: dict[str, Tensor]) -> float:
     return torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
 
 
-def _run(batches: Batches, single: Dist, dtype: str, clip: float) -> tuple[Observations, dict[str, Tensor]]:
+def _run(batches: Batches, single: Dist, dtype: str, clip: float, gradient_state: str,
+         gradient_factor: float) -> tuple[Observations, dict[str, Tensor]]:
     """Train in a single process; return its observations and the tensors of `reference.Reference`."""
     accumulation = ACCUMULATION * len(batches.dp_ranks)
     file = scaled_ds_config(single.run_dir.path / "ds_configs", "ddp", dtype, 0, write=True)
     model = wrap_target(batches.target, single, file, accumulation, clip)
-    tensors = {f"first/{name}": value for name, value in state_of(model.engine).weights.items()}
+    tensors = {f"first/{name}": value for name, value in whole_tensors(model.engine, "weight").items()}
 
     def keep_gradients(step: int, trajectory: Observations) -> None:
         """Record the gradients of the first step."""
         if step == 0:
-            scale, first = gradient_scale(model.optimizer, clip, trajectory), state_of(model.engine).first
-            tensors.update({f"gradient/{name}": value * scale for name, value in first.items()})
+            scale = 1 / gradient_factor / clip_factor(clip, trajectory)
+            tensors.update({f"gradient/{name}": value * scale
+                            for name, value in whole_tensors(model.engine, gradient_state).items()})
 
     trajectory = train(model, batches, use_own_step=False, after=keep_gradients)
-    tensors.update({f"weight/{name}": value for name, value in state_of(model.engine).weights.items()})
+    tensors.update({f"weight/{name}": value for name, value in whole_tensors(model.engine, "weight").items()})
     tensors.update({f"{STATISTIC}{name}": value.float().cpu()
                     for name, value in statistics_of(model.module).items()})
     return trajectory, tensors
 
 
-def gradient_scale(optimizer: torch.optim.Optimizer, clip: float, seen: Observations) -> float:
-    """Return the factor that turns the first moments after step 1 into the gradients before clipping."""
-    return 1 / (1 - optimizer.param_groups[0]["betas"][0]) / min(1.0, clip / (seen.norms[0] + 1e-6))
+def clip_factor(clip: float, seen: Observations) -> float:
+    """Return the factor by which clipping has scaled the gradients of the first step."""
+    return min(1.0, clip / (seen.norms[0] + 1e-6))
+
+
+def find_gradient_state(target: Target, gradients: dict[str, Tensor], clip: float) -> tuple[str, float]:
+    """Find the optimizer state that is the gradient times a factor after the first step.
+
+    For Adam, this is the first moment, and the factor is 1 - beta_1.
+
+    Args:
+        gradients: the first gradient of each parameter.
+
+    Returns:
+        Name of the state and factor.
+
+    Raises:
+        UserError: the optimizer has no such state for all parameters.
+    """
+    module, _ = fresh_module(target)
+    optimizer = make_optimizer(target, module, clip)
+    for name, parameter in module.named_parameters():
+        parameter.grad = gradients[name].to(parameter)
+    optimizer.step()
+    # `wrap` rejects an optimizer that lacks a parameter.
+    pairs = [(gradients[name], optimizer.state[parameter]) for name, parameter in module.named_parameters()
+             if parameter in optimizer.state]
+    for kind in pairs[0][1] if pairs else ():
+        if (factor := _factor([(gradient, state.get(kind)) for gradient, state in pairs])) is not None:
+            return kind, factor
+    raise UserError(f"certify cannot read the first gradient from the state of {type(optimizer).__name__}",
+                    where="Target.optimizer",
+                    instead="an optimizer that keeps a mean of the gradients, such as AdamW or SGD with momentum, "
+                            "without a weight decay that it adds to the gradients")
+
+
+def _factor(pairs: Sequence[tuple[Tensor, Any]]) -> float | None:
+    """Return the factor between each gradient and its state, or None if it is not the same for all."""
+    gradient, first = pairs[0]
+    if not all(isinstance(state, Tensor) and state.shape == gradient.shape and state.any()
+               for gradient, state in pairs):
+        return None
+    factor = ((first * gradient).sum() / gradient.square().sum()).item()
+    is_equal = all((state - factor * gradient).norm() <= SAME * state.norm() for gradient, state in pairs)
+    return factor if is_equal else None
 
 
 def scaled_ds_config(folder: Path, layout: str, dtype: str, parameters: int, *, write: bool) -> Path:

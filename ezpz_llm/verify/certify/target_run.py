@@ -57,25 +57,21 @@ def wrap_target(target: Target, dist: Dist, ds_config: str | Path, accumulation:
     """Wrap the target's module in a layout, as `ezpz_llm.wrap` does. Collective.
 
     Raises:
-        UserError: `wrap` rejects the module, or certify cannot read the moments of its optimizer.
+        UserError: `wrap` rejects the module.
     """
     module, _ = fresh_module(target, seed)
-    optimizer = _optimizer(target, module, clip)
+    optimizer = make_optimizer(target, module, clip)
     run = Run(dist, StepTimeline(dist.device), Heartbeat(os.environ), WallClock())
     return wrap_in(run, module, optimizer, ds_config, 1, accumulation, clip, target.tp_plan)
 
 
-def _optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Optimizer:
-    if target.optimizer is None:
-        elements = sum(parameter.numel() for parameter in module.parameters())
-        return torch.optim.AdamW(module.parameters(), lr=recipe.PEAK_LR, betas=recipe.BETAS,
-                                 eps=EPS_SHARE * clip / elements ** 0.5, weight_decay=recipe.WEIGHT_DECAY)
-    optimizer = target.optimizer(module)
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or any(
-            group.get("amsgrad") for group in optimizer.param_groups):
-        raise UserError(f"certify cannot read the state of the optimizer {type(optimizer).__name__}",
-                        where="Target.optimizer", instead="torch.optim.AdamW or Adam, without amsgrad")
-    return optimizer
+def make_optimizer(target: Target, module: nn.Module, clip: float) -> torch.optim.Optimizer:
+    """Create the target's optimizer, or the default AdamW."""
+    if target.optimizer is not None:
+        return target.optimizer(module)
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    return torch.optim.AdamW(module.parameters(), lr=recipe.PEAK_LR, betas=recipe.BETAS,
+                             eps=EPS_SHARE * clip / elements ** 0.5, weight_decay=recipe.WEIGHT_DECAY)
 
 
 def _micro_batch_numbers(target: Target, steps: int) -> list[range]:
