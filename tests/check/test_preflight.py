@@ -13,8 +13,7 @@ from slowness import scaled
 
 from ezpz_llm.core.base.records import as_record
 from ezpz_llm.core.rundir.records import Finding
-from ezpz_llm.verify.check.facts import ConnectedRank, Facts, Network
-from ezpz_llm.verify.check.node_facts import network_family, read_network
+from ezpz_llm.verify.check.facts import ConnectedRank, Facts
 from ezpz_llm.verify.check.preflight.coordinator import link_groups, node_groups, ring_rounds
 from ezpz_llm.verify.check.preflight.report import Report, as_text, split_common_members
 from ezpz_llm.verify.check.preflight.rules import Gathered, apply_rules
@@ -396,38 +395,6 @@ def test_hostnames_are_folded(names: list[str], text: str) -> None:
     (999.7e6, "1 GB/s"), (2.06e6, "2.06 MB/s"), (0, "0 B/s"), (3.5e15, "3.5 PB/s")])
 def test_rates_are_formatted(value: float, text: str) -> None:
     assert format_rate(value, "B/s") == text
-
-
-# From public logs of NCCL 2.12 to 2.27, its OFI plug-in and oneCCL 2021.15; not captured by us.
-_LOGS = {
-    "Socket": (["host:7:7 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.",
-                "host:7:7 [0] NCCL INFO NET/IB : No device found.",
-                "host:7:7 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.4.51<0>",
-                "host:7:7 [0] NCCL INFO Assigned NET plugin Socket to comm",
-                "host:7:7 [0] NCCL INFO Using network Socket"],
-               {"library": "NCCL", "network": "Socket", "interface": "eth0"}, "tcp"),
-    "Slingshot": (["nid1:5:9 [0] NCCL INFO NET/OFI Selected Provider is cxi (found 4 nics)",
-                   "nid1:5:9 [0] NCCL INFO Using network AWS Libfabric"],
-                  {"library": "NCCL", "network": "AWS Libfabric", "provider": "cxi"}, "libfabric"),
-    "InfiniBand": (["h:7:19 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>",
-                    "h:7:19 [0] NCCL INFO Using network IB"],
-                   {"library": "NCCL", "network": "IB", "interface": "mlx5_0"}, "ib"),
-    "oneCCL": (["2025:11:26-12:43:48:(401) |CCL_INFO| provider: tcp",
-                "2025:11:26-12:43:48:(401) |CCL_INFO|   nic: { name tcp:br-1894, state unknown, speed 1.25 GB/s }",
-                "2025:11:26-12:43:48:(401) |CCL_INFO| CCL_ATL_TRANSPORT: ofi"],
-               {"library": "oneCCL", "network": "tcp", "transport": "ofi", "provider": "tcp",
-                "interface": "br-1894"}, "tcp"),
-    "oneCCL over MPI": (["2025:11:26-12:43:48:(4016676) |CCL_INFO| CCL_ATL_TRANSPORT: mpi"],
-                        {"library": "oneCCL", "network": "mpi", "transport": "mpi"}, "mpi"),
-}
-
-
-@pytest.mark.parametrize("name", _LOGS)
-def test_the_chosen_network_is_parsed_from_logs(name: str) -> None:
-    lines, network, kind = _LOGS[name]
-    assert read_network(["torch is imported", *lines]) == Network(**network)
-    assert network_family(network["network"]) == kind
-    assert read_network(["provider: the user's own print"]) == Network()
 
 
 def test_oneccl_over_mpi_is_not_judged() -> None:

@@ -49,7 +49,7 @@ def test_startup_makes_equally_many_calls_with_64_and_4096_ranks() -> None:
 
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(EVERY_LAYOUT, marks=pytest.mark.full)])
 def test_ranks_create_groups_that_partition_the_world(layouts: Sequence[str]) -> None:
-    """With NCCL, the calls with the same index are one ncclCommSplit, which hangs until all ranks make it."""
+    """Compares the calls with the same index: with NCCL, they are one ncclCommSplit, which hangs without a rank."""
     printed = starts("--every-rank", "16", *layouts)
     assert set(printed) == set(layouts)
     for layout, ranks in printed.items():

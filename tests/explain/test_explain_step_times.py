@@ -180,3 +180,11 @@ def test_a_resumed_run_is_explained_by_the_steps_of_the_attempt_with_the_wall_ti
     assert sum(cause.seconds for cause in diagnosis.causes) < trained_s
     assert sum(cause.share for cause in diagnosis.causes if cause.kind != "set-up") < 1
     assert ("unsteady" in {cause.kind for cause in diagnosis.causes}) == (steps == 100)
+
+
+def test_collectives_over_tcp_beside_a_faster_network_are_named(tmp_path):
+    network = {"library": "NCCL", "network": "Socket", "interface": "eth0", "unused": ["mlx5_0 (200 Gb/sec)"]}
+    folder = make_run(tmp_path / "run", environment={"world_size": 2, "network": network})
+    assert diagnose(folder).opening[0].startswith(
+        "NCCL fell back to TCP on eth0, which is many times slower than the node's mlx5_0 (200 Gb/sec); load the ")
+    assert "TCP" not in diagnose(make_run(tmp_path / "clean")).opening[0]

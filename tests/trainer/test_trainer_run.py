@@ -104,6 +104,8 @@ def test_plots_profile_logs_and_checkpoints_exist(finished):
     assert logs == ["launcher.log", "rank0000.log", "rank0001.log"]
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000020"
     assert not list((run_dir / "errors").iterdir())
+    network = json.loads((run_dir / "run.json").read_text())["environment"]["network"]
+    assert (network["library"], network["network"], network["interface"]) == ("gloo", "tcp", "lo")
 
 
 def test_the_console_shows_what_a_user_looks_for(finished):

@@ -82,6 +82,20 @@ class Load(Struct, frozen=True):
     cpus: Ranks
 
 
+class Network(Struct):
+    """Library of the collectives, and the network that it chose, as far as it logs it.
+
+    `unused` lists faster network devices of the node, if the library fell back to TCP.
+    """
+
+    library: str = ""
+    network: str = ""
+    transport: str = ""
+    provider: str = ""
+    interface: str = ""
+    unused: list[str] = []
+
+
 class Environment(Struct, frozen=True):
     """`environment` in run.json: versions, nodes, device, load, and variables that affect speed or results."""
 
@@ -91,6 +105,7 @@ class Environment(Struct, frozen=True):
     world_size: Ranks | None = None
     rank_source: str | None = None
     backend: str | None = None
+    network: Network | None = None
     device: Device = Device()
     load: Load | None = None
     threads: Whole | None = None

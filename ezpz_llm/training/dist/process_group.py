@@ -8,8 +8,10 @@ import os
 import torch
 
 from ezpz_llm.core.base import UserError, exit_after_uncaught_exception
+from ezpz_llm.core.rundir.records import Network
 from ezpz_llm.launcher.basics.ranks import RankInfo
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.collective_network import logged_network
 from ezpz_llm.training.dist.version_rules import avoiding_settings
 
 _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
@@ -38,12 +40,18 @@ def avoid_known_bugs(device_type: str) -> None:
 
 
 def create_group(device: torch.device, store: torch.distributed.Store, rank: int, world_size: int,
-                 timeout: datetime.timedelta) -> None:
-    """Create the process group with the backend of a device, after `avoid_known_bugs`. Collective."""
+                 timeout: datetime.timedelta) -> Network:
+    """Create the process group with the backend of a device, after `avoid_known_bugs`. Collective.
+
+    Returns:
+        The network of the group.
+    """
     traits = DEVICES[device.type]
     avoid_known_bugs(device.type)
-    torch.distributed.init_process_group(traits.collectives, store=store, rank=rank, world_size=world_size,
-                                         timeout=timeout, device_id=device if traits.bound else None)
+    with logged_network(traits.collectives) as network:
+        torch.distributed.init_process_group(traits.collectives, store=store, rank=rank, world_size=world_size,
+                                             timeout=timeout, device_id=device if traits.bound else None)
+    return network
 
 
 def create_control_group(timeout: datetime.timedelta) -> torch.distributed.ProcessGroup | None:

@@ -17,6 +17,7 @@ import torch
 
 from ezpz_llm.core.base import UserError, print_lines
 from ezpz_llm.core.rundir import RunDir, SideFiles, redact_words
+from ezpz_llm.core.rundir.records import Network
 from ezpz_llm.launcher.basics.addresses import (
     address_towards,
     is_loopback,
@@ -80,6 +81,8 @@ class Dist:
     """Runner of optional work, such as samples and plots, whose failure is only a warning."""
     long_actions: int = 0
     """Number of actions that `agreement.run_long_on_main` has run."""
+    network: Network | None = None
+    """Network of the process group that `setup` created."""
     records: CollectiveRecords | None = None
     """Writer of the record of this rank's collectives; see `ezpz_llm.training.dist.collective_records`."""
     chain_position: Any = None
@@ -181,10 +184,11 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         check_group(info)
     try:
         store: torch.distributed.Store | None = None
+        network: Network | None = None
         if has_group or info.world_size == 1:
             chosen = choose_device(device, info)
         else:
-            chosen, store = _join(info, device, timeout)
+            chosen, store, network = _join(info, device, timeout)
         _export(info, chosen)
         if chosen.type == "cpu" and keeps_memory:
             keep_freed_memory(os.environ)
@@ -200,7 +204,8 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         backend = torch.distributed.get_backend() if has_group else DEVICES[chosen.type].collectives
     records = None if backend is None else CollectiveRecords(os.environ, folder, info.rank, backend)
     return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, control=control,
-                owns_group=not has_group, records=records, optional=OptionalWork(info.rank, info.world_size, store))
+                owns_group=not has_group, network=network, records=records,
+                optional=OptionalWork(info.rank, info.world_size, store))
 
 
 def _check_world_size(info: RankInfo) -> None:
@@ -214,8 +219,8 @@ def _check_world_size(info: RankInfo) -> None:
 
 
 def _join(info: RankInfo, asked: str | None,
-          timeout: datetime.timedelta) -> tuple[torch.device, torch.distributed.Store]:
-    """Choose a device, join the other ranks' store, and create the process group."""
+          timeout: datetime.timedelta) -> tuple[torch.device, torch.distributed.Store, Network]:
+    """Choose a device, join the other ranks' store, and create the process group; return its network, too."""
     device, error = None, None
     try:
         device = choose_device(asked, info)
@@ -236,8 +241,7 @@ def _join(info: RankInfo, asked: str | None,
             error = own_error
     share_error_without_group(joined.store, info, error)
     keep_records(os.environ)
-    create_group(device, joined.store, info.rank, info.world_size, timeout)
-    return device, joined.store
+    return device, joined.store, create_group(device, joined.store, info.rank, info.world_size, timeout)
 
 
 def _gloo_interface(joined: Rendezvous) -> str | None:

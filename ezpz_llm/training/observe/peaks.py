@@ -14,15 +14,18 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from ezpz_llm.core.base import installed
+from ezpz_llm.core.base.records import as_plain
 from ezpz_llm.core.rundir import redact
-from ezpz_llm.core.rundir.records import Device, Environment
+from ezpz_llm.core.rundir.records import Device, Environment, Network
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.dist.agreement import all_gather, all_gather_number
 from ezpz_llm.training.dist.backends import DEVICES
@@ -270,18 +273,33 @@ def run_environment(dist: Dist) -> Environment:
     It consists of versions, hostnames, device, load, and the variables that affect the run's speed or results.
     Secrets are redacted.
     """
+    own = socket.gethostname(), None if dist.network is None else as_plain(dist.network)
+    hosts, networks = zip(*all_gather(dist, own), strict=True)
     return Environment(
         versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         platform=platform.platform(),
-        hosts=list(dict.fromkeys(all_gather(dist, socket.gethostname()))),
+        hosts=list(dict.fromkeys(hosts)),
         world_size=dist.world_size,
         rank_source=dist.info.source,
         backend=dist.backend,
+        network=_slowest_network(networks, several_nodes=len(set(hosts)) > 1),
         device=_device(dist.device),
         load=load_now(),
         threads=torch.get_num_threads(),
         variables=redact({name: value for name, value in sorted(os.environ.items())
                           if name.startswith(_VARIABLE_PREFIXES)}))
+
+
+def _slowest_network(networks: Sequence[dict[str, Any] | None], several_nodes: bool) -> Network | None:
+    """Return the network of the first rank that fell back to TCP, else rank 0's.
+
+    On a single node, collectives use no network, so that TCP is no loss.
+    """
+    used = [Network(**network) for network in networks if network is not None]
+    if not used:
+        return None
+    return next((network for network in used if network.unused), used[0]) if several_nodes else replace(
+        used[0], unused=[])
 
 
 def _version(package: str) -> str | None:

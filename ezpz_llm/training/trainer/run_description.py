@@ -12,11 +12,12 @@ from ezpz_llm.core.base import count_noun, print_lines
 from ezpz_llm.core.base.label_rows import align_rows
 from ezpz_llm.core.base.memory_groups import usable_memory
 from ezpz_llm.core.base.records import as_plain
-from ezpz_llm.core.rundir.records import Data
+from ezpz_llm.core.rundir.records import Data, Environment
 from ezpz_llm.training.data.shards import TokenData
 from ezpz_llm.training.data.tokenize_corpus import reading_notes
 from ezpz_llm.training.data.tokenizer_files import copy_files, find_copy
 from ezpz_llm.training.dist import Dist
+from ezpz_llm.training.dist.collective_network import describe_fallback
 from ezpz_llm.training.engine.precision import matmul_dtype, set_tf32
 from ezpz_llm.training.hf.tokenizer import tokenizer_mismatch
 from ezpz_llm.training.layout.ds_defaults import uses_nvme
@@ -55,7 +56,7 @@ def describe_run(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCoun
         dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
     text = (settings_by_source(plan) + "\n" + description(plan, data, work, flops, dist) if plan.verbose else
             first_screen(plan, data, dist, terminal_width()))
-    print_lines(text + align_rows(_remarks(plan, data, dist, work, flops), terminal_width()))
+    print_lines(text + align_rows(_remarks(plan, data, dist, work, flops, environment), terminal_width()))
 
 
 def _describe_data(data: TokenData) -> Data:
@@ -97,7 +98,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
 
 
 def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork,
-             flops: FlopCount) -> list[tuple[str, str]]:
+             flops: FlopCount, environment: Environment) -> list[tuple[str, str]]:
     """Return notes and warnings; without --verbose, also the warnings among the rows that only `description`
     prints."""
     rows = [] if plan.verbose else [("attention", describe_attention(plan, dist.device)),
@@ -106,7 +107,12 @@ def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork,
             *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
                                           *reading_notes(data.manifest.source, shown=0))),
             *(("warning", remark) for remark in (*_setting_warnings(plan, dist), *_tokenizer_warnings(plan, data),
-                                                 *_memory_warnings(plan, dist)))]
+                                                 *_memory_warnings(plan, dist), *_network_warnings(environment)))]
+
+
+def _network_warnings(environment: Environment) -> list[str]:
+    text = None if environment.network is None else describe_fallback(environment.network)
+    return [] if text is None else [text]
 
 
 def _setting_warnings(plan: RunPlan, dist: Dist) -> list[str]:

@@ -74,7 +74,7 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
     plain = _plain_gradients(whole)
     clip = CLIP_SHARE * _norm(plain)
     check_gradients(plain, _plain_gradients(divided))
-    gradient = find_gradient_state(target, plain, clip)
+    gradient = _find_gradient_state(target, plain, clip)
     whole_run, tensors = _run(whole, single, dtype, clip, *gradient)
     if dtype == "fp32":
         _check_against_plain_loop(plain, tensors)
@@ -208,7 +208,7 @@ def clip_factor(clip: float, seen: Observations) -> float:
     return min(1.0, clip / (seen.norms[0] + 1e-6))
 
 
-def find_gradient_state(target: Target, gradients: dict[str, Tensor], clip: float) -> tuple[str, float]:
+def _find_gradient_state(target: Target, gradients: dict[str, Tensor], clip: float) -> tuple[str, float]:
     """Find the optimizer state that is the gradient times a factor after the first step.
 
     For Adam, this is the first moment, and the factor is 1 - beta_1.

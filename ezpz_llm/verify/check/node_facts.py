@@ -1,7 +1,6 @@
 """Facts of this process and its node (does not import torch).
 
-Cores, memory, disks, versions, environment variables, interfaces, routes, and the network that NCCL or oneCCL
-chose.
+Cores, memory, disks, versions, environment variables, interfaces, and routes.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ import ast
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -28,7 +26,7 @@ from ezpz_llm.launcher.basics.addresses import address_towards, resolve
 from ezpz_llm.launcher.basics.devices import MASKS, visible_devices
 from ezpz_llm.launcher.basics.hostlist import expand_numbers
 from ezpz_llm.launcher.basics.ranks import RankInfo
-from ezpz_llm.verify.check.facts import Devices, Facts, Master, Network, Route, Space
+from ezpz_llm.verify.check.facts import Devices, Facts, Master, Route, Space
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ONLINE = Path("/sys/devices/system/cpu/online")
@@ -171,60 +169,6 @@ def addresses() -> dict[str, list[str]]:
 def _interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | None:
     """Return the interface that has this address, or None."""
     return next((name for name, addresses in own.items() if address in addresses), None)
-
-
-_ABOUT = re.compile(r"NET/|Using network|Assigned NET plugin|provider|nic: \{|CCL_ATL_TRANSPORT", re.IGNORECASE)
-
-# NCCL and RCCL under NCCL_DEBUG=INFO, with and without the OFI plug-in. The last match is used: a plug-in that
-# fails logs before the plug-in that NCCL then chooses.
-_NCCL = {
-    "network": re.compile(r"(?:Using network|Assigned NET plugin) (.+?)(?: to comm)?$"),
-    "provider": re.compile(r"NET/OFI Selected [Pp]rovider is (\w+)"),
-    "interface": re.compile(r"NET/(?:Socket|IB) ?: Using \[0\]([^:\s]+)"),
-}
-# oneCCL under CCL_LOG_LEVEL=info.
-_ONECCL = {
-    "transport": re.compile(r"CCL_ATL_TRANSPORT: (\w+)"),
-    "provider": re.compile(r"\|CCL_INFO\| provider: (\w+)"),
-    "interface": re.compile(r"nic: \{ name (?:\w+:)?([^,\s]+)"),
-}
-
-
-def is_about_network(line: str) -> bool:
-    """Return True if `read_network` may need this line."""
-    return bool(_ABOUT.search(line))
-
-
-def read_network(lines: Sequence[str]) -> Network:
-    """Return the network in the log of a communication library."""
-    nccl = _matches(_NCCL, [line for line in lines if "NCCL" in line])
-    if "network" in nccl:
-        return Network("NCCL", **nccl)
-    oneccl = _matches(_ONECCL, [line for line in lines if "CCL_" in line])
-    network = oneccl.get("provider") or oneccl.get("transport")
-    return Network("oneCCL", network, **oneccl) if network else Network()
-
-
-def _matches(patterns: dict[str, re.Pattern[str]], lines: Sequence[str]) -> dict[str, str]:
-    matches = {}
-    for line in lines:
-        for name, pattern in patterns.items():
-            if match := pattern.search(line.strip()):
-                matches[name] = match[1]
-    return matches
-
-
-_TCP = ("socket", "tcp", "sockets")
-_LIBFABRIC = ("aws libfabric", "libfabric", "ofi", "cxi")
-
-
-def network_family(network: str) -> str:
-    """Normalize a network's name: `tcp` for sockets, `libfabric` for its aliases, else the name in lower case."""
-    name = network.strip().lower()
-    # libfabric can also run over TCP (`tcp;ofi_rxm`), which is the slow case to detect.
-    if name.partition(";")[0] in _TCP:
-        return "tcp"
-    return "libfabric" if name in _LIBFABRIC else name
 
 
 def used_interfaces(own: Mapping[str, list[str]], other_ports: frozenset[int] = frozenset()) -> list[str]:

@@ -14,6 +14,7 @@ from ezpz_llm.core.rundir.layout_record import read_layout_record
 from ezpz_llm.core.rundir.records import Memory as MemoryRecord, read_record
 from ezpz_llm.core.rundir.summary_record import Summary
 from ezpz_llm.launcher.basics.hostlist import rank_ranges
+from ezpz_llm.training.dist.collective_network import describe_fallback
 from ezpz_llm.training.layout.memory import bucket_bytes
 from ezpz_llm.training.observe.history import PHASES, History, read_history, steady_steps
 from ezpz_llm.training.observe.machine_load import MachineLoad, recorded_load
@@ -160,6 +161,8 @@ class Diagnosis:
     """Step times of rank 0's steady steps, traced or not."""
     load: MachineLoad | None = None
     """Load of rank 0's node."""
+    fallback: str | None = None
+    """Description of collectives over TCP although nodes have faster devices."""
 
     @property
     def untraced(self) -> list[int]:
@@ -169,8 +172,9 @@ class Diagnosis:
 
     @property
     def opening(self) -> list[str]:
-        """Sentences to print first: about a busy machine, and the step times."""
+        """Sentences to print first: about a busy machine, a slow network, and the step times."""
         return [*([self.load.sentence()] if self.load and self.load.is_busy else []),
+                *([f"{self.fallback}."] if self.fallback else []),
                 *([self.times.sentence()] if self.times else [])]
 
     @property
@@ -235,12 +239,13 @@ def diagnose(run_dir: Path) -> Diagnosis:
         of_steps = step_time_causes(rows, run_s, ranks=world_size, can_trace=run is not None)
         causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *of_steps],
                         key=lambda cause: -cause.seconds)
+    network = record.environment.network if record.environment else None
     return Diagnosis(run_dir, (layout and layout.degrees.name) or _OWN_LAYOUT, world_size, wall, split,
                      phases, tuple(limit_to_run(causes)), _compare_memory(record.memory, split, deepspeed, run),
                      crosschecks(run_dir, split), is_foreign=run is None,
                      times=step_times(rows, summary.ceiling_share,
                                       _low_share_advice(run, is_traced=split is not None)),
-                     load=recorded_load(record))
+                     load=recorded_load(record), fallback=describe_fallback(network) if network else None)
 
 
 def _low_share_advice(run: TrainerRun | None, *, is_traced: bool) -> list[str]:

@@ -19,8 +19,9 @@ from typing import IO, cast
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.launcher.basics.cleanup import die_with_parent
+from ezpz_llm.training.dist.collective_network import is_about_network, parse_network
 from ezpz_llm.verify.check.facts import Failed, Measurement, Network
-from ezpz_llm.verify.check.node_facts import first_line, is_about_network, read_network
+from ezpz_llm.verify.check.node_facts import first_line
 from ezpz_llm.verify.check.preflight.messages import END, Reply, Request, receive, send
 from ezpz_llm.verify.check.preflight.rules.gathered import MPI
 
@@ -64,7 +65,7 @@ class MeasuringProcess:
 
     def network(self) -> Network:
         """Return the network that the communication library chose, from its log."""
-        return read_network(self._network)
+        return Network(**parse_network(self._network))
 
     def close(self) -> None:
         """Let the process exit, and kill it if it has not exited after 3 s."""

@@ -11,9 +11,9 @@ from ezpz_llm.core.base import group_by_key
 from ezpz_llm.core.rundir.records import Finding
 from ezpz_llm.launcher.basics.addresses import is_loopback, missing_interface
 from ezpz_llm.launcher.basics.hostlist import rank_ranges
+from ezpz_llm.training.dist.collective_network import PLUGIN_ADVICE, network_family
 from ezpz_llm.verify.check.facts import Compute, Facts, Failed, Network, Reduction
 from ezpz_llm.verify.check.findings import Level
-from ezpz_llm.verify.check.node_facts import network_family
 from ezpz_llm.verify.check.preflight.rules.gathered import (
     COMPUTE,
     LINK,
@@ -41,9 +41,8 @@ def _wrong_network(gathered: Gathered) -> Iterator[Finding]:
         yield Finding("bad", "network", f"{library} chose {network!r} on {names} "
                                         f"({rank_ranges(facts.rank for facts in ranks)}), but "
                                         f"the network of this site is {gathered.network!r}{consequence}",
-                      "load the module with the network plug-in (aws-ofi-nccl, rccl-net-plugin), and put the "
-                      f"plug-in's folder on LD_LIBRARY_PATH; set NCCL_NET={gathered.network!r} to make NCCL fail, "
-                      "instead of falling back, if the plug-in is missing")
+                      f"{PLUGIN_ADVICE}; set NCCL_NET={gathered.network!r} to make NCCL fail, instead of falling "
+                      "back, if the plug-in is missing")
 
 
 def _network_differences(gathered: Gathered) -> Iterator[Finding]:
