@@ -364,8 +364,7 @@ def test_if_the_single_process_is_wrong_the_certificate_says_so_and_no_layout_is
 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "right"), [
-    ("zero1", "self.zero.update_lp_params()"),
-    ("zero3", "self.zero._reassign_or_swap_out_partitioned_parameters(number)")])
+    ("zero1", "refresh_parameters(self.zero)"), ("zero3", "refresh_shards(self.zero, self.placed)")])
 def test_loaded_weights_that_do_not_reach_the_parameters_are_noticed(tmp_path: Path, layout: str,
                                                                      right: str) -> None:
     """The initial weights equal those of the checkpoint, so certify sets them to NaN first."""

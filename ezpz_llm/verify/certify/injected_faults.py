@@ -20,6 +20,8 @@ from ezpz_llm.training.layout.layout import Layout
 from ezpz_llm.verify.certify.recipe import Rows
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ezpz_llm.training.dist import Dist
     from ezpz_llm.training.engine.base import Engine
     from ezpz_llm.training.layout.resolve import Resolved
@@ -195,9 +197,13 @@ def _untie_head(model: Any, dist: Dist, layout: Layout) -> None:
 
 
 def _shift_targets(engine: Engine, dist: Dist) -> None:
+    def shift(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        # Without targets, the head computes logits.
+        return tuple(value.roll(-1, dims=-1) if index == 1 and value is not None else value
+                     for index, value in enumerate(inputs))
+
     if hasattr(engine.module, "lm_head"):
-        engine.module.lm_head.register_forward_pre_hook(
-            lambda module, inputs: (inputs[0], inputs[1].roll(-1, dims=-1), *inputs[2:]))
+        engine.module.lm_head.register_forward_pre_hook(shift)
 
 
 def _duplicate_data(rows: Rows, dist: Dist) -> Rows:

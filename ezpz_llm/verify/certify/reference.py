@@ -502,7 +502,8 @@ def _extend_prompts(engine: Engine, config: ModelConfig) -> tuple[list[list[int]
 
     def next_logits(tokens: Tensor) -> Tensor:
         """Return the engine's logits, and keep the margin of the largest one."""
-        logits = engine.next_logits(tokens)
+        # NaN would raise an error here, and hide the earlier step in which it appeared.
+        logits = engine.next_logits(tokens).nan_to_num()
         first, second = logits[:, :config.vocab_size].float().topk(2).values.unbind(1)
         margins.append(first - second)
         return logits
