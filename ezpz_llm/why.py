@@ -151,15 +151,18 @@ def _modification_times(paths: Iterable[Path]) -> Iterator[float]:
 def _show_running(run_dir: RunDir, record: RunRecord, live: Live, options: argparse.Namespace) -> int:
     suspects = [life.rank for life in live.silent[:_STACKS_TAKEN] if not life.node_is_silent]
     wanted = sorted(options.stacks) or suspects
-    stacks, asked = {}, time.time()
+    launch = record.launch or Launch()
+    stacks, ordered = {}, time.time()
     if wanted:
         stacks = {rank: str(path) for rank, path in
-                  take_stacks(run_dir, live.run_id, wanted, _STACKS_WITHIN_S).items()}
-    difference = describe_difference(run_dir, asked - _CLOCK_SLACK_S) if wanted else None
+                  take_stacks(run_dir, live.run_id, wanted, _STACKS_WITHIN_S, len(launch.hosts or ())).items()}
+    difference = None
+    if live.silent:
+        difference = describe_difference(run_dir, launch.world_size or 1, ordered - _CLOCK_SLACK_S)
     if options.json:
         print_lines(json.dumps({**as_details(live, stacks), "collectives": difference}, indent=2))
         return 0
-    started = (record.launch or Launch()).started or 0.0
+    started = launch.started or 0.0
     print_lines(f"{run_dir.path}: running for {time.time() - started:.0f} s")
     silent = [describe_silent_ranks(live.silent)] if live.silent else []
     # Suggest removing build locks only from this user's record: another user's record may name any file.

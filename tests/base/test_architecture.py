@@ -444,7 +444,7 @@ def test_no_module_has_headings():
 
 
 def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
-    """No folder is skipped, as pytest skips `dist` and `build` by default, without a word."""
+    """Includes folders named `dist` and `build`, which pytest skips by default."""
     tests = Path(__file__).parents[1]
     folders = {name for path in tests.rglob("test_*.py") for name in path.relative_to(tests).parent.parts}
     assert "dist" in folders

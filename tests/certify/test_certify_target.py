@@ -46,6 +46,7 @@ OTHERS_IN_THE_STEP = {
 REFUSED = {
     "parameter_left_out": "the optimizer does not have the parameter back.bias, which would never change",
     "plain_descent": "certify cannot read the first gradient from the state of SGD",
+    "optimizer_with_closure": "certify cannot read the first gradient from the state of LBFGS",
     "decay_in_the_gradient": "certify cannot read the first gradient from the state of Adam",
     "unused_parameter": "the gradient of spare.weight is 0 or missing in one process",
     "frozen_part": "the gradient of head.weight is 0 or missing in one process",

@@ -1,4 +1,4 @@
-"""The network of the collectives: what NCCL and oneCCL log, and a fall back to TCP beside faster devices."""
+"""The network of the collectives: what NCCL and oneCCL log, and TCP beside faster devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ezpz_llm.training.dist.collective_network import (
     parse_network,
     unused_devices,
 )
-from ezpz_llm.training.observe.peaks import _slowest_network
+from ezpz_llm.training.observe.peaks import choose_network
 
 # From public logs of NCCL 2.12 to 2.27, its OFI plug-in and oneCCL 2021.15; not captured by us.
 LOGS = {
@@ -70,7 +70,19 @@ def test_log_of_nccl_is_read_and_removed(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
 
 
-def test_log_that_the_user_requested_stays_with_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_a_temporary_folder_joins_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nonexistent")
+    with logged_network("nccl") as network:
+        assert "NCCL_DEBUG_FILE" not in os.environ
+    assert network == Network("NCCL")
+
+
+def test_log_that_the_user_requested_stays_with_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nccl.conf").write_text("NCCL_DEBUG=WARN\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
+    with logged_network("nccl"):
+        assert "NCCL_DEBUG" not in os.environ
+    monkeypatch.delenv("NCCL_CONF_FILE")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     with logged_network("nccl") as network:
         assert os.environ["NCCL_DEBUG"] == "WARN"
@@ -100,14 +112,15 @@ HDR = {"mlx5_0": "200 Gb/sec (4X HDR)", "mlx5_1": "200 Gb/sec (4X HDR)"}
 FALLBACKS = [
     (SOCKET, {"active": HDR}, {}), (SOCKET, {"active": {"mlx5_0": "25 Gb/sec (1X EDR)"}}, {}),
     (SOCKET, {"cxi": 1}, {}), (SOCKET, {"cxi": 4}, {}), (SOCKET, {"active": {"rdmap0s6": "100 Gb/sec"}}, {}),
-    (SOCKET, {"active": HDR, "down": ("mlx5_2",)}, {}), (SOCKET, {"cxi": 4}, {"NCCL_IB_DISABLE": "0"}),
+    (SOCKET, {"active": HDR, "down": ("mlx5_2",)}, {}), (SOCKET, {"cxi": 4}, {"NCCL_IB_DISABLE": "1"}),
     (SOCKET, {"active": HDR}, {"NCCL_NET": "IB"}), ({**SOCKET, "network": "tcp"}, {"cxi": 2}, {}),
     ({**SOCKET, "network": "tcp;ofi_rxm"}, {"cxi": 4}, {"NCCL_NET": "AWS Libfabric"}),
 ]
 CLEAN = [
     *(({"library": "NCCL", **LOGS[name][1]}, devices, {}) for name in ("Slingshot", "InfiniBand")
       for devices in ({"active": HDR}, {"cxi": 4}, {}, {"down": ("mlx5_0",)})),
-    (SOCKET, {}, {}), (SOCKET, {"down": ("mlx5_0",)}, {}), (SOCKET, {"active": HDR}, {"NCCL_IB_DISABLE": "1"}),
+    (SOCKET, {}, {}), (SOCKET, {"down": ("mlx5_0",), "active": {"rxe0": "10 Gb/sec"}}, {}),
+    (SOCKET, {"active": HDR}, {"NCCL_IB_DISABLE": "1"}),
     (SOCKET, {"cxi": 4}, {"NCCL_NET": "Socket"}), ({"library": "NCCL"}, {"active": HDR}, {}),
     ({"library": "NCCL", "network": "UCX"}, {"active": HDR}, {}),
     ({"library": "gloo", "network": "tcp"}, {"cxi": 4}, {}),
@@ -117,7 +130,7 @@ CLEAN = [
 
 
 @pytest.mark.parametrize(("network", "devices", "env"), FALLBACKS)
-def test_fall_back_to_tcp_names_the_faster_devices(network: dict, devices: dict, env: dict[str, str],
+def test_fallback_to_tcp_names_the_faster_devices(network: dict, devices: dict, env: dict[str, str],
                                                    tmp_path: Path) -> None:
     used = Network(**network)
     used.unused = unused_devices(used, env, system_with(tmp_path, **devices))
@@ -130,7 +143,7 @@ def test_fall_back_to_tcp_names_the_faster_devices(network: dict, devices: dict,
 
 
 @pytest.mark.parametrize(("network", "devices", "env"), CLEAN)
-def test_no_fall_back_is_invented(network: dict, devices: dict, env: dict[str, str], tmp_path: Path) -> None:
+def test_other_runs_have_no_fallback(network: dict, devices: dict, env: dict[str, str], tmp_path: Path) -> None:
     used = Network(**network)
     used.unused = unused_devices(used, env, system_with(tmp_path, **devices))
     assert describe_fallback(used) is None
@@ -143,10 +156,10 @@ def test_devices_have_their_rates(tmp_path: Path) -> None:
 
 def test_run_on_several_nodes_records_the_rank_that_fell_back() -> None:
     fast, slow = {"library": "NCCL", "network": "IB"}, {**SOCKET, "unused": ["mlx5_0"]}
-    used = _slowest_network([fast, slow], several_nodes=True)
+    used = choose_network([fast, slow], several_nodes=True)
     assert used is not None
     assert used.unused == ["mlx5_0"]
-    on_a_node = _slowest_network([slow, slow], several_nodes=False)
+    on_a_node = choose_network([slow, slow], several_nodes=False)
     assert on_a_node is not None
     assert on_a_node.unused == []
-    assert _slowest_network([None], several_nodes=False) is None
+    assert choose_network([None], several_nodes=False) is None

@@ -87,14 +87,13 @@ def test_a_missing_name_of_a_module_imported_on_use_is_reported(monkeypatch: pyt
         function()
 
 
-def test_collectives_are_recorded_by_the_backend_or_in_general(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds for NVIDIA and AMD have _dump_nccl_trace, builds for Intel _dump_xccl_trace."""
-    fake = SimpleNamespace(_dump_fr_trace=lambda *settings: b"general", _dump_nccl_trace=lambda *settings: b"nccl")
+def test_flight_recorders_of_all_backends_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorders = {"_dump_fr_trace": b"gloo", "_dump_nccl_trace": b"nccl", "_dump_xccl_trace": b"xccl"}
+    fake = SimpleNamespace(**{name: lambda *settings, dump=dump: dump for name, dump in recorders.items()})
     monkeypatch.setattr(torch._C, "_distributed_c10d", fake)
-    assert torch_internals.record_of_collectives("nccl") == b"nccl"
-    assert torch_internals.record_of_collectives("gloo") == b"general"
-    del fake._dump_fr_trace
-    assert torch_internals.record_of_collectives("gloo") is None
+    assert sorted(torch_internals.dump_collectives()) == [b"gloo", b"nccl", b"xccl"]
+    monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace())
+    assert torch_internals.dump_collectives() == []
 
 
 def test_other_missing_attributes_are_reported_on_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +115,6 @@ def test_every_private_name_is_in_this_file() -> None:
     used = {node.attr if isinstance(node, ast.Attribute) else str(node.value) for node in ast.walk(tree)
             if isinstance(node, (ast.Attribute, ast.Constant))}
     private = {part for name in used for part in name.split(".") if re.fullmatch(r"_[a-z]\w+", part)}
-    private -= {"_dump_", "_trace"}  # parts of _dump_nccl_trace
     assert len(private) > 30
     assert private <= set(re.findall(r"\w+", Path(__file__).read_text()))
 

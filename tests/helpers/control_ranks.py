@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,7 @@ def fail(dist: Dist) -> None:
 def main() -> None:
     backends.DEVICES["cpu"] = replace(backends.DEVICES["cpu"], collectives="fake")
     with setup(device="cpu") as dist:
-        rank = dist.rank
+        rank, dist_store = dist.rank, dist.optional.store
         values = [dist.backend, agreement.gather(dist, rank), agreement.all_gather(dist, rank),
                   agreement.all_gather_number(dist, rank + 0.5), agreement.broadcast(dist, rank + 7),
                   agreement.all_reduce(dist, torch.tensor([rank, 1])).tolist(),
@@ -53,8 +54,23 @@ def main() -> None:
         engine = make_engine(one_layer(), resolved, dist)
         saved = checkpoint.save(engine, dist, dist.run_dir, checkpoint.Progress(step=1))
         values.append(saved.name)
+        if rank == 0:
+            time.sleep(0.5)
+            dist.optional.store.set("rank 0 arrived", "")
         dist.barrier()
-        print(values, flush=True)
+        values.append(dist.optional.store.check(["rank 0 arrived"]))
+    # A program with its own process group gets a control group, too, and the same one again.
+    store = torch.distributed.PrefixStore("own", dist_store)
+    torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=3)
+    controls = []
+    for _ in range(2):
+        with setup(device="cpu") as own:
+            controls.append(own.control)
+            counts = agreement.all_reduce(own, torch.tensor([1, 1])).tolist()
+    assert controls[0] is controls[1] is not None
+    values.append(counts)
+    torch.distributed.destroy_process_group()
+    print(values, flush=True)
 
 
 if __name__ == "__main__":

@@ -95,12 +95,16 @@ def conv() -> Target:
 
 
 def momentum() -> Target:
-    """Return `mlp` with an optimizer that keeps a mean of the gradients under another name and factor than Adam."""
+    """Return `mlp` with an optimizer whose momentum has another name and factor than Adam's."""
     return dataclasses.replace(mlp(), optimizer=lambda module: torch.optim.SGD(module.parameters(), 0.05, 0.9))
 
 
 def plain_descent() -> Target:
     return dataclasses.replace(mlp(), optimizer=lambda module: torch.optim.SGD(module.parameters(), 0.05))
+
+
+def optimizer_with_closure() -> Target:
+    return dataclasses.replace(mlp(), optimizer=lambda module: torch.optim.LBFGS(module.parameters()))
 
 
 def decay_in_the_gradient() -> Target:

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,43 @@ from places import HELPERS
 from slowness import scaled
 
 from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.launcher.basics.collective_record import record_path, reduce_dumps, timeout_dump_prefix, to_json
 from ezpz_llm.launcher.diagnosis.collective_differences import describe_difference
 
 WORLD, PEERS = ("0", "default_pg"), ("7d1c", "mesh_tp")
+Entry = dict[str, Any]
 
 
 def call(number: int, name: str = "all_reduce", size: int = 8, *, group: tuple[str, str] = WORLD, at: int = 0,
-         is_p2p: bool = False) -> dict[str, Any]:
-    """Return an entry in the form of version 2.10 of the record, with the members that matter."""
+         is_p2p: bool = False) -> Entry:
+    """Return an entry in the form of version 2.10 of the dump, with the members that matter."""
     return {"process_group": group, "collective_seq_id": number, "profiling_name": f"nccl:{name}",
             "input_sizes": [[size]], "input_dtypes": ["BFloat16"], "time_created_ns": at or number,
             "is_p2p": is_p2p}
 
 
-def described(folder: Path, *records: list[dict[str, Any]], members: dict[str, str] | None = None) -> str | None:
-    """Write the ranks' records, and return the description."""
+def dump(entries: Sequence[Entry], members: dict[str, str] | None = None) -> dict[str, Any]:
+    return {"version": "2.10", "entries": list(entries),
+            "pg_config": {group: {"ranks": ranks} for group, ranks in (members or {}).items()}}
+
+
+def described(folder: Path, *records: Sequence[Entry] | None, members: dict[str, str] | None = None,
+              tokens: Sequence[str] = (), buffer_size: int = 2000) -> str | None:
+    """Write the ranks' records, None for a rank without one, and return the description."""
     run_dir = RunDir(folder)
     run_dir.create()
-    config = {group: {"ranks": ranks} for group, ranks in (members or {}).items()}
     for rank, entries in enumerate(records):
-        run_dir.rank_collectives(rank).write_bytes(pickle.dumps(
-            {"version": "2.10", "pg_config": config, "entries": entries}, protocol=2))
-    return describe_difference(run_dir)
+        if entries is not None:
+            token = tokens[rank] if tokens else "t"
+            record = reduce_dumps([dump(entries, members)], token, buffer_size)
+            record_path(run_dir, rank).write_text(to_json(record))
+            os.utime(record_path(run_dir, rank), (2000 + (token == "t"), 2000 + (token == "t")))
+    return describe_difference(run_dir, len(records))
 
 
 def test_rank_that_did_not_call_a_collective_is_named(tmp_path: Path) -> None:
-    usual = [call(1), call(2), call(3, "all_gather")]
-    assert described(tmp_path, usual, usual[:2], usual) == (
+    three = [call(1), call(2), call(3, "all_gather")]
+    assert described(tmp_path, three, three[:2], three) == (
         "rank 1 did not call collective 3 of all ranks, all_gather(BFloat16 8), which ranks 0,2 called")
 
 
@@ -50,15 +61,15 @@ def test_rank_that_did_not_call_a_collective_is_named(tmp_path: Path) -> None:
     (call(2, "broadcast"), "ranks 0-1: all_reduce(BFloat16 8); rank 2: broadcast(BFloat16 8)"),
     (call(2, size=9), "ranks 0-1: all_reduce(BFloat16 8); rank 2: all_reduce(BFloat16 9)"),
 ])
-def test_different_calls_are_named(other: dict[str, Any], text: str, tmp_path: Path) -> None:
-    usual = [call(1), call(2)]
+def test_different_calls_are_named(other: Entry, text: str, tmp_path: Path) -> None:
+    two = [call(1), call(2)]
     differing = [call(1), other]
-    assert described(tmp_path, usual, usual, differing) == f"ranks differ in collective 2 of all ranks: {text}"
+    assert described(tmp_path, two, two, differing) == f"ranks differ in collective 2 of all ranks: {text}"
 
 
 def test_sizes_of_an_all_to_all_may_differ(tmp_path: Path) -> None:
     text = described(tmp_path, [call(1, "all_to_all", 3)], [call(1, "all_to_all", 5)])
-    assert text == "the collectives of ranks 0-1 agree; the last one is all_to_all(BFloat16 3)"
+    assert text == "all ranks called the same collectives, the last one all_to_all(BFloat16 3)"
 
 
 def test_earliest_difference_of_several_groups_is_named(tmp_path: Path) -> None:
@@ -72,9 +83,32 @@ def test_earliest_difference_of_several_groups_is_named(tmp_path: Path) -> None:
 
 
 def test_records_of_different_lengths_and_sends_are_no_difference(tmp_path: Path) -> None:
-    """A record has only the latest calls, and only pipeline stages send."""
+    """A record has only the last calls, and only pipeline stages send."""
     assert described(tmp_path, [call(7), call(8)], [call(8)], [call(8), call(1, "send", is_p2p=True)]) == (
-        "the collectives of ranks 0-2 agree; the last one is all_reduce(BFloat16 8)")
+        "all ranks called the same collectives, the last one all_reduce(BFloat16 8)")
+
+
+def test_group_whose_calls_a_recorder_has_dropped_is_no_difference(tmp_path: Path) -> None:
+    """Rank 1 makes more calls per step, so that its recorder no longer has the last evaluation."""
+    steps = [call(number, group=("5", "mesh_dp"), at=100 + number) for number in range(1, 4)]
+    assert described(tmp_path, [call(5, at=100)], steps, buffer_size=3) == (
+        "all ranks called the same collectives, the last one all_reduce(BFloat16 8)")
+
+
+def test_rank_far_behind_misses_the_first_collective_after_its_last_one(tmp_path: Path) -> None:
+    ahead = [call(number) for number in range(300, 305)]
+    assert described(tmp_path, ahead, [call(199), call(200)]) == (
+        "rank 1 did not call collective 201 of all ranks, which rank 0 called")
+
+
+def test_rank_without_a_record_is_named(tmp_path: Path) -> None:
+    assert described(tmp_path, [call(1)], None, [call(1)], [call(1)]) == (
+        "rank 1 wrote no record of collectives; those of ranks 0,2-3 agree")
+
+
+def test_records_of_an_earlier_order_are_not_compared(tmp_path: Path) -> None:
+    assert described(tmp_path, [call(7)], [call(3)], [call(7)], tokens=("t", "earlier", "t")) == (
+        "rank 1 wrote no record of collectives; those of ranks 0,2 agree")
 
 
 class _Planted:
@@ -82,19 +116,32 @@ class _Planted:
         return os.system, ("touch executed",)
 
 
-def test_damaged_foreign_and_old_records_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumps_of_a_timeout_are_compared_without_running_their_code(tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert described(tmp_path, [call(1)], [call(1)]) is not None
     run_dir = RunDir(tmp_path)
-    later = run_dir.rank_collectives(0).stat().st_mtime + 60
-    assert describe_difference(run_dir, since=later) is None
-    run_dir.rank_collectives(1).write_bytes(pickle.dumps(_Planted()))
-    run_dir.rank_collectives(2).write_bytes(b"\x80\x02}q\x00")
-    run_dir.rank_collectives(3).write_bytes(pickle.dumps({"entries": 5}))
-    (run_dir.collectives / "notes").write_text("x")
-    assert describe_difference(run_dir) is None
+    run_dir.create()
+    contents = [pickle.dumps(dump([call(1), call(2)]), protocol=2), pickle.dumps(dump([call(1)]), protocol=2),
+                pickle.dumps(_Planted()), b"\x80\x02}q\x00",
+                pickle.dumps({"entries": [{"process_group": [[], []]}]})]
+    for rank, content in enumerate(contents):
+        Path(f"{timeout_dump_prefix(run_dir)}{rank}").write_bytes(content)
+    assert describe_difference(run_dir, 2, of_timeout=True) == (
+        "rank 1 did not call collective 2 of all ranks, all_reduce(BFloat16 8), which rank 0 called")
     assert not (tmp_path / "executed").exists()
-    assert describe_difference(RunDir(tmp_path / "missing")) is None
+    assert describe_difference(run_dir, 2) is None
+    later = (tmp_path / "collectives" / "nccl_rank0").stat().st_mtime + 60
+    assert describe_difference(run_dir, 2, since=later, of_timeout=True) is None
+    assert describe_difference(RunDir(tmp_path / "missing"), 2) is None
+
+
+def test_damaged_records_are_skipped(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert described(tmp_path, [call(1)], [call(1)]) is not None
+    for rank, content in enumerate(("{", "[]", '{"groups": 5}', '{"groups": {"0": {"calls": [{"number": "x"}]}}}')):
+        record_path(run_dir, rank).write_text(content)
+    (run_dir.collectives / "notes").write_text("x")
+    assert describe_difference(run_dir, 2) is None
 
 
 def test_hang_names_the_collective_in_which_ranks_differ(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class RunDir:
     deepspeed = _Inside("deepspeed.json")
     """The ds_config passed to DeepSpeed; absent with other engines."""
     collectives = _Inside("collectives")
-    """Records of the ranks' latest collectives, as torch's flight recorder writes them."""
+    """Records of the ranks' latest collectives."""
     heartbeat = _Inside("heartbeat")
     """Reports of the nodes."""
     control = _Inside("control")
@@ -117,10 +117,6 @@ class RunDir:
     def rank_stacks(self, rank: int) -> Path:
         """Return the path of a rank's most recent stack traces."""
         return self.path / "stacks" / f"rank{rank:04d}.txt"
-
-    def rank_collectives(self, rank: int) -> Path:
-        """Return the path of a rank's record of its latest collectives. torch appends the rank to a prefix."""
-        return self.collectives / f"rank{rank}"
 
     @property
     def preflight(self) -> RunDir:

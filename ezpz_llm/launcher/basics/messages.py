@@ -19,6 +19,8 @@ from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.node_folder import wake
 
 _LOGS = "logs"
+_RECORDS_WITHIN_S = 1.0
+"""Seconds in which ranks write records of their collectives (training/dist/collective_records.py)."""
 _MAX_BYTES = 1 << 20
 """Size limit of an order, since every agent reads it up to once a second. Its longest part is the list of ranks."""
 
@@ -44,7 +46,10 @@ class StopOrder:
 
 @dataclass(frozen=True)
 class StacksOrder:
-    """Order to write the stacks of `ranks`. `token` identifies the replies to this order."""
+    """Order to write the stacks of `ranks`, and the records of all ranks' collectives.
+
+    `token` identifies the replies to this order.
+    """
 
     run_id: str
     token: str
@@ -94,18 +99,23 @@ def order_logs(run_dir: RunDir, ranks: str) -> None:
         control.write(_LOGS, ranks.encode())
 
 
-def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: float) -> dict[int, Path]:
+def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: float,
+                nodes: int) -> dict[int, Path]:
     """Order the nodes of `ranks` to write their stacks, and return the files written within `within_s`.
+
+    Meanwhile, all ranks that have called `ezpz_llm.setup` write records of their collectives.
 
     Raises:
         OSError: the run directory is not writable.
     """
     order = StacksOrder(run_id, os.urandom(4).hex(), tuple(ranks))
     name = _write_order(run_dir, order)
-    deadline = time.monotonic() + within_s
+    began = time.monotonic()
+    # Until then, every agent has read the order.
+    earliest, deadline = began + control_interval_s(nodes) + _RECORDS_WITHIN_S, began + within_s
     missing, files = set(ranks), {}
     try:
-        while missing and time.monotonic() < deadline:
+        while (missing and time.monotonic() < deadline) or time.monotonic() < earliest:
             time.sleep(0.1)
             for rank in sorted(missing):
                 if _is_reply(run_dir.rank_stacks(rank), order.token):

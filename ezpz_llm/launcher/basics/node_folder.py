@@ -38,7 +38,7 @@ AGENT = "agent"
 """File with the agent's identity."""
 
 COLLECTIVES = "collectives"
-"""File with the token of the agent's last request that ranks write the records of their collectives."""
+"""File with the token of the latest order for stacks, at which ranks also write records of their collectives."""
 
 STRAYS = "strays"
 """File with the identities of rank processes that do not carry the run's marker."""
@@ -66,12 +66,10 @@ def folder_prefix() -> str:
 
 
 HEARTBEAT, LOG, STACKS, END_MARK, SHIM, GROUP = "", ".log", ".stacks", ".ended", ".shim", ".group"
-RECORDED = ".collectives"
 """Suffixes of a rank's files.
 
 Heartbeat; log, if logs are kept on the node; faulthandler's output; end mark, with exit code and lifetime in
-seconds; identity of the shim; path of the cgroup, if the rank has one; token of the last request in COLLECTIVES
-that the rank has executed.
+seconds; identity of the shim; path of the cgroup, if the rank has one.
 """
 
 

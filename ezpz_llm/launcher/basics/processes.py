@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -325,3 +326,13 @@ def _send(process: ProcessIdentity, number: signal.Signals) -> bool:
     except PermissionError:
         return False
     return True
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit on open files to the hard one: a rank may connect to all others.
+
+    The usual soft limit of 1024 exists only for programs that use select().
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

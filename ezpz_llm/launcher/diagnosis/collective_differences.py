@@ -1,162 +1,99 @@
-"""Comparison of the ranks' records of their latest collectives: the first one in which they differ (no torch)."""
+"""First collective in which hanging ranks differ, from their records."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import pickle
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-from ezpz_llm.core.base import group_by_key, open_regular
+from ezpz_llm.core.base import group_by_key
 from ezpz_llm.core.rundir import RunDir
+from ezpz_llm.launcher.basics.collective_record import Call, CollectiveRecord, read_records
 from ezpz_llm.launcher.basics.hostlist import rank_ranges
 
-_MAX_BYTES = 1 << 26
-_MAX_RANKS_READ = 4096
 _SAME_SIZES = ("all_reduce", "allreduce", "broadcast", "_broadcast", "reduce", "_reduce", "all_gather",
                "_all_gather")
 """Beginnings of the names of collectives whose inputs have the same sizes on all ranks."""
 _WORLD = "default_pg"
 """torch's description of the group of all ranks."""
 
-
-@dataclass(frozen=True)
-class _Call:
-    """A rank's call of a collective: `number` counts the calls in its group, from 1."""
-
-    number: int
-    name: str
-    sizes: str
-    created: int
-
-    @property
-    def comparable(self) -> tuple[str, str]:
-        """Name and sizes, as far as they must be equal on all ranks of the group."""
-        return self.name, self.sizes if self.name.startswith(_SAME_SIZES) else ""
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.sizes})"
+_Records = Mapping[int, CollectiveRecord]
 
 
-_Calls = dict[str, dict[int, _Call]]
-"""A rank's calls by group and number."""
+def describe_difference(run_dir: RunDir, world_size: int, since: float = 0.0, *,
+                        of_timeout: bool = False) -> str | None:
+    """Describe the first collective in which hanging ranks differ, or the last one if they agree.
 
-
-@dataclass(frozen=True)
-class _Record:
-    """A rank's record.
-
-    Attributes:
-        names: torch's description of each group.
-        members: ranks of each group, if the backend lists them.
-    """
-
-    calls: _Calls
-    names: Mapping[str, str]
-    members: Mapping[str, frozenset[int]]
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reader of pickled numbers, texts, lists, and dictionaries. Another user may have written the file."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Reject every class and function."""
-        raise pickle.UnpicklingError(f"{module}.{name} in a record of collectives")
-
-
-def describe_difference(run_dir: RunDir, since: float = 0.0) -> str | None:
-    """Describe the first collective in which the ranks' records differ, or the last one if they agree.
+    Call only for ranks that hang: at any moment, some ranks of a healthy run have called a collective and others
+    have not.
 
     Args:
         since: ignore records of an earlier time.
+        of_timeout: use the dumps that NCCL writes when a collective times out.
 
     Returns:
-        None if fewer than two ranks have a record.
+        None if no rank has a record.
     """
-    records = dict(_read_records(run_dir, since))
-    if len(records) < 2:
+    records = read_records(run_dir, since, of_timeout)
+    last_calls = [group.calls[-1] for record in records.values() for group in record.groups.values() if group.calls]
+    if not last_calls:
         return None
-    groups = sorted({group for record in records.values() for group in record.calls})
-    differences = [found for group in groups if (found := _first_difference(group, records)) is not None]
+    groups = sorted({name for record in records.values() for name in record.groups})
+    differences = [difference for name in groups if (difference := _first_difference(name, records)) is not None]
     if differences:
         return min(differences)[1]
-    calls = [call for record in records.values() for by_number in record.calls.values()
-             for call in by_number.values()]
+    if missing := [rank for rank in range(world_size) if rank not in records]:
+        return (f"{rank_ranges(missing)} wrote no record of collectives; those of {rank_ranges(records)} agree")
+    return f"all ranks called the same collectives, the last one {max(last_calls, key=lambda call: call.created)}"
+
+
+def _first_difference(name: str, records: _Records) -> tuple[int, str] | None:
+    """Return the time and description of the first difference in a group, or None if its ranks agree."""
+    calls = {rank: {call.number: call for call in records[rank].groups[name].calls}
+             for rank in records if name in records[rank].groups}
+    calls = {rank: by_number for rank, by_number in calls.items() if by_number}
     if not calls:
         return None
-    last = max(calls, key=lambda call: call.created)
-    return f"the collectives of {rank_ranges(records)} agree; the last one is {last}"
-
-
-def _first_difference(group: str, records: Mapping[int, _Record]) -> tuple[int, str] | None:
-    """Return the time and description of the first difference in a group, or None if its ranks agree."""
-    of_rank = {rank: records[rank].calls.get(group, {}) for rank in _members(group, records)}
-    called = [calls for calls in of_rank.values() if calls]
-    if len(of_rank) < 2 or not called:
-        return None
-    # A record has only the latest calls, so that older ones may be missing on some ranks.
-    first = max(min(calls) for calls in called)
-    last = max(max(calls) for calls in called)
-    for number in range(first, last + 1):
-        present = {rank: calls[number] for rank, calls in of_rank.items() if number in calls}
-        kinds = group_by_key((call.comparable, rank) for rank, call in present.items())
-        if len(present) == len(of_rank) and len(kinds) == 1:
-            continue
-        if not present:
-            continue
-        created = min(call.created for call in present.values())
-        what = f"collective {number} of {_describe_group(group, records, of_rank)}"
+    absent = _members_without_calls(name, records, calls)
+    what = f"of {_describe_group(name, records, [*calls, *absent])}"
+    # A record has only the last calls, so compare those that all ranks have.
+    for number in range(max(map(min, calls.values())), min(map(max, calls.values())) + 1):
+        of_number = {rank: by_number[number] for rank, by_number in calls.items() if number in by_number}
+        kinds = group_by_key((_comparable(call), rank) for rank, call in of_number.items())
         if len(kinds) > 1:
-            calls_of = "; ".join(f"{rank_ranges(ranks)}: {present[ranks[0]]}" for ranks in kinds.values())
-            return created, f"ranks differ in {what}: {calls_of}"
-        missing = sorted(of_rank.keys() - present.keys())
-        return created, (f"{rank_ranges(missing)} did not call {what}, {next(iter(present.values()))}, which "
-                         f"{rank_ranges(present)} called")
-    return None
+            different = "; ".join(f"{rank_ranges(ranks)}: {of_number[ranks[0]]}" for ranks in kinds.values())
+            return (min(call.created for call in of_number.values()),
+                    f"ranks differ in collective {number} {what}: {different}")
+    last = {**{rank: max(by_number) for rank, by_number in calls.items()}, **dict.fromkeys(absent, 0)}
+    number = min(last.values()) + 1
+    if number > max(last.values()):
+        return None
+    missing = sorted(rank for rank in last if last[rank] < number)
+    called = sorted(rank for rank in last if last[rank] >= number)
+    call = next((calls[rank][number] for rank in called if number in calls[rank]), None)
+    created = call.created if call is not None else min(min(calls[rank].items())[1].created for rank in called)
+    return created, (f"{rank_ranges(missing)} did not call collective {number} {what}, "
+                     f"{'' if call is None else f'{call}, '}which {rank_ranges(called)} called")
 
 
-def _members(group: str, records: Mapping[int, _Record]) -> list[int]:
-    """Return the ranks of a group that have a record."""
-    listed = frozenset().union(*(record.members.get(group, frozenset()) for record in records.values()))
-    is_world = any(record.names.get(group) == _WORLD for record in records.values())
-    return sorted(rank for rank in records if is_world or rank in listed or group in records[rank].calls)
+def _comparable(call: Call) -> tuple[str, str]:
+    """Return name and sizes of a call, as far as they must be equal on all ranks of the group."""
+    return call.name, call.inputs if call.name.startswith(_SAME_SIZES) else ""
 
 
-def _describe_group(group: str, records: Mapping[int, _Record], ranks: Iterable[int]) -> str:
-    is_world = any(record.names.get(group) == _WORLD for record in records.values())
-    return "all ranks" if is_world else f"the group of {rank_ranges(ranks)}"
+def _members_without_calls(name: str, records: _Records, calls: Mapping[int, Mapping[int, Call]]) -> list[int]:
+    """Return the members of a group that have a record but never called one of its collectives.
+
+    A rank whose recorder has dropped calls as old as the group's last one may have called it.
+    """
+    listed = {rank for record in records.values() if name in record.groups for rank in record.groups[name].members}
+    members = records if _is_world(name, records) else listed
+    newest = max(by_number[max(by_number)].created for by_number in calls.values())
+    return sorted(rank for rank in members if rank in records and rank not in calls
+                  and records[rank].oldest < newest)
 
 
-def _read_records(run_dir: RunDir, since: float) -> Iterator[tuple[int, _Record]]:
-    """Yield the ranks with a valid record. Damaged ones are skipped."""
-    with contextlib.suppress(OSError):
-        for path in sorted(run_dir.collectives.iterdir())[:_MAX_RANKS_READ]:
-            number = path.name.removeprefix("rank")
-            if not (number.isascii() and number.isdigit()):
-                continue
-            with contextlib.suppress(Exception):  # unpickling and reading raise many types
-                if path.stat().st_mtime >= since:
-                    with open_regular(path) as file:
-                        data = _PlainUnpickler(io.BytesIO(file.read(_MAX_BYTES))).load()
-                    yield int(number), _parse(data)
+def _is_world(name: str, records: _Records) -> bool:
+    return any(record.groups[name].description == _WORLD for record in records.values() if name in record.groups)
 
 
-def _parse(data: Any) -> _Record:
-    calls: _Calls = {}
-    names: dict[str, str] = {}
-    for entry in data["entries"]:
-        if entry["is_p2p"]:
-            continue
-        group, names_of = (str(text) for text in entry["process_group"])
-        names[group] = names_of
-        number = int(entry["collective_seq_id"])
-        sizes = ", ".join(f"{kind} {'x'.join(map(str, size)) or 'scalar'}"
-                          for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False))
-        name = str(entry["profiling_name"]).rpartition(":")[2]
-        calls.setdefault(group, {})[number] = _Call(number, name, sizes, int(entry["time_created_ns"]))
-    members = {str(group): frozenset(map(int, re.findall(r"\d+", str(config["ranks"]))))
-               for group, config in data.get("pg_config", {}).items()}
-    return _Record(calls, names, members)
+def _describe_group(name: str, records: _Records, ranks: Iterable[int]) -> str:
+    return "all ranks" if _is_world(name, records) else f"the group of {rank_ranges(ranks)}"

@@ -42,7 +42,6 @@ _TAIL_BYTES = 1 << 17
 _TAIL_LINES = 20
 _LOGS_READ = 16
 _STACKS_READ = 64
-_HANGS = (Kind.IDLE, Kind.COLLECTIVE_TIMEOUT)
 _CLOCK_SLACK_S = 60.0
 """Allowance for a file server's clock; files older than the start belong to an earlier run in the directory."""
 
@@ -88,7 +87,10 @@ def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | Non
     if verdict is None or _all_succeeded(facts, reports, failures):
         return Postmortem(facts, 0, "all ranks succeeded")
     typed = None if own_launch is None else own_launch.typed or ()
-    difference = describe_difference(run_dir, since) if verdict.kind in _HANGS else None
+    difference = None
+    if verdict.kind in (Kind.IDLE, Kind.COLLECTIVE_TIMEOUT):
+        difference = describe_difference(run_dir, facts.world_size, since,
+                                         of_timeout=verdict.kind is Kind.COLLECTIVE_TIMEOUT)
     content = Content(run_dir, evidence, verdict, reports, *_last_lines(run_dir, verdict),
                       find_advice(verdict, evidence, run_dir, typed), resume_command(run_dir, typed), difference)
     notes += slow_pattern_notes(texts)

@@ -167,7 +167,8 @@ class RunMonitor:
         stacks: dict[int, Path] = {}
         with contextlib.suppress(OSError):
             stacks = take_stacks(self._plan.run_dir, self._plan.run_id, dumped_ranks,
-                                 _STACKS_LIMIT_S + self.life.interval_s)
+                                 _STACKS_LIMIT_S + self.life.interval_s,
+                                 len({place.host for place in self._plan.ranks}))
         lines = [f"launch: no sign of life for {limit_s:g} s:",
                  *(f"  {life}; {_stack_text(life, stacks)}" for life in silent[:_MAX_STACKS])]
         if len(silent) > _MAX_STACKS:

@@ -28,6 +28,8 @@ _ONECCL = {
     "interface": re.compile(r"nic: \{ name (?:\w+:)?([^,\s]+)"),
 }
 _LOG_BYTES = 1 << 20
+_SOFTWARE_DEVICES = ("rxe", "siw")
+"""Beginnings of the names of RDMA devices in software, over TCP."""
 
 PLUGIN_ADVICE = ("load the module with the network plug-in (aws-ofi-nccl, rccl-net-plugin), and put the plug-in's "
                  "folder on LD_LIBRARY_PATH")
@@ -78,17 +80,21 @@ def network_family(network: str) -> str:
 def logged_network(backend: str) -> Iterator[Network]:
     """Fill in the network that NCCL chooses for the communicator that the block creates.
 
-    NCCL logs it to a file that this function removes. If the user has set NCCL_DEBUG, the log belongs to the user,
-    and only the library is filled in. oneCCL logs only to standard output.
+    NCCL logs it to a file that this function removes. NCCL reads its settings only once, so that it also logs the
+    few later communicators there. If the user has set NCCL_DEBUG, the log belongs to the user, and only the library
+    is filled in. oneCCL logs only to standard output.
     """
     network = Network({"nccl": "NCCL", "xccl": "oneCCL"}.get(backend, backend))
     if backend == "gloo":
         network.network, network.interface = "tcp", os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if backend != "nccl" or "NCCL_DEBUG" in os.environ:
+    path = None
+    if backend == "nccl" and not _user_logs(os.environ):
+        with contextlib.suppress(OSError):  # no rank may fail here, where the others wait for it
+            handle, path = tempfile.mkstemp(prefix="nccl-")
+            os.close(handle)
+    if path is None:
         yield network
         return
-    handle, path = tempfile.mkstemp(prefix="nccl-")
-    os.close(handle)
     settings = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": path}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -103,25 +109,35 @@ def logged_network(backend: str) -> Iterator[Network]:
         for name, value in parse_network(system_text(path, most=_LOG_BYTES).splitlines()).items():
             setattr(network, name, value)
         network.unused = unused_devices(network, os.environ)
-        os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _user_logs(env: Mapping[str, str]) -> bool:
+    """Return True if the user or the site has set NCCL_DEBUG, in the environment or in NCCL's configuration."""
+    files = Path(env.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"), Path("/etc/nccl.conf")
+    return "NCCL_DEBUG" in env or any("NCCL_DEBUG" in system_text(file) for file in files)
 
 
 def find_fast_devices(system: Path = Path("/sys/class")) -> list[str]:
     """Return the node's active InfiniBand, RoCE, EFA and Slingshot devices, with their rates if known."""
     devices = []
     for state in sorted(system.glob("infiniband/*/ports/*/state")):
-        if "ACTIVE" in system_text(state):
+        name = state.parts[-4]
+        if "ACTIVE" in system_text(state) and not name.startswith(_SOFTWARE_DEVICES):
             rate = system_text(state.with_name("rate")).partition("(")[0].strip()
-            devices.append(state.parts[-4] + (f" ({rate})" if rate else ""))
+            devices.append(name + (f" ({rate})" if rate else ""))
     return [*devices, *(device.name for device in sorted(system.glob("cxi/*")))]
 
 
 def unused_devices(network: Network, env: Mapping[str, str], system: Path = Path("/sys/class")) -> list[str]:
     """Return the node's faster network devices if NCCL fell back to TCP, and the user has not requested TCP."""
-    is_requested = env.get("NCCL_IB_DISABLE", "0") != "0" or network_family(env.get("NCCL_NET", "")) == "tcp"
+    is_requested = network_family(env.get("NCCL_NET", "")) == "tcp"
     if network.library != "NCCL" or network_family(network.network) != "tcp" or is_requested:
         return []
-    return find_fast_devices(system)
+    # NCCL_IB_DISABLE does not concern the devices that NCCL uses through libfabric.
+    without_ib = env.get("NCCL_IB_DISABLE", "0") != "0"
+    return [device for device in find_fast_devices(system) if not (without_ib and device.startswith("mlx"))]
 
 
 def describe_fallback(network: Network) -> str | None:

@@ -1,12 +1,12 @@
-"""Record of each rank's latest collectives, written to the run directory when ranks hang.
+"""Writer of this rank's record of its latest collectives, when launch's agent orders stacks.
 
-torch's flight recorder keeps the record. NCCL writes it when a collective times out, and this module when launch's
-agent asks for stacks. `ezpz-llm why` compares the records (launcher/diagnosis/collective_differences.py).
+torch's flight recorder keeps the record. launcher/diagnosis/collective_differences.py compares the ranks' records.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -15,26 +15,30 @@ import torch
 
 from ezpz_llm.core.base import system_text
 from ezpz_llm.core.rundir import RunDir, write_atomic
-from ezpz_llm.launcher.basics.node_folder import COLLECTIVES, RECORDED, file_of
+from ezpz_llm.launcher.basics.collective_record import record_path, reduce_dumps, timeout_dump_prefix, to_json
+from ezpz_llm.launcher.basics.node_folder import COLLECTIVES
 from ezpz_llm.launcher.basics.variables import STACKS_VARIABLE
-from ezpz_llm.training.dist.torch_internals import record_of_collectives
+from ezpz_llm.training.dist.torch_internals import dump_collectives
 
 _ENTRIES = 2000
-"""Collectives in a record, which has about 300 bytes for each."""
 _POLL_S = 0.2
 
-# torch 2.9 renamed both variables, and warns about the old names.
-_HAS_NEW_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
-_SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE" if _HAS_NEW_NAMES else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-_FILE_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE" if _HAS_NEW_NAMES else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+# torch 2.9 renamed the first two variables, and warns about the old names.
+_SIZE_VARIABLES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+_FILE_VARIABLES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _DUMP_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-VARIABLES = _SIZE_VARIABLE, _FILE_VARIABLE, _DUMP_VARIABLE
+_OLD_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+VARIABLES = _SIZE_VARIABLES[_OLD_NAMES], _FILE_VARIABLES[_OLD_NAMES], _DUMP_VARIABLE
 """Variables that this module sets."""
 
 
 def keep_records(env: MutableMapping[str, str]) -> None:
-    """Set the variables that turn the flight recorder on. Call before the process group is created."""
-    env.setdefault(_SIZE_VARIABLE, str(_ENTRIES))
+    """Set the variables that turn the flight recorder on, unless the user has set them.
+
+    Call before the process group is created.
+    """
+    if not any(name in env for name in _SIZE_VARIABLES):
+        env[VARIABLES[0]] = str(_ENTRIES)
     env.setdefault(_DUMP_VARIABLE, "1")
 
 
@@ -44,28 +48,28 @@ class CollectiveRecords:
     The thread also writes while the main thread waits in a collective. A signal handler in Python could not.
     """
 
-    def __init__(self, env: MutableMapping[str, str], run_dir: RunDir, rank: int, backend: str) -> None:
-        env.setdefault(_FILE_VARIABLE, str(run_dir.collectives / "rank"))
-        self._path, self._backend = run_dir.rank_collectives(rank), backend
+    def __init__(self, env: MutableMapping[str, str], run_dir: RunDir, rank: int) -> None:
+        if not any(name in env for name in _FILE_VARIABLES):
+            env[VARIABLES[1]] = timeout_dump_prefix(run_dir)
+        self._path = record_path(run_dir, rank)
+        sizes = [env[name] for name in _SIZE_VARIABLES if env.get(name, "").isdigit()]
+        self._buffer_size = int(sizes[0]) if sizes else _ENTRIES
         self._closed = threading.Event()
         if env.get(STACKS_VARIABLE):
-            folder = Path(env[STACKS_VARIABLE]).parent
-            files = folder / COLLECTIVES, folder / file_of(rank, RECORDED)
-            threading.Thread(target=self._write_on_request, args=files, name="collective records",
+            order = Path(env[STACKS_VARIABLE]).parent / COLLECTIVES
+            threading.Thread(target=self._write_on_order, args=(order,), name="collective records",
                              daemon=True).start()
 
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
 
-    def _write_on_request(self, request: Path, recorded: Path) -> None:
-        with contextlib.suppress(OSError):  # without the node's folder, nobody asks
-            token = ""
-            recorded.write_text(token)
-            while not self._closed.wait(_POLL_S):
-                if (asked := system_text(request)) in ("", token):
-                    continue
-                token = asked
-                if (record := record_of_collectives(self._backend)) is not None:
-                    write_atomic(self._path, record)
-                recorded.write_text(token)
+    def _write_on_order(self, order: Path) -> None:
+        executed = system_text(order)
+        while not self._closed.wait(_POLL_S):
+            if (token := system_text(order)) in ("", executed):
+                continue
+            executed = token
+            with contextlib.suppress(Exception):  # training does not depend on the record
+                dumps = [pickle.loads(dump) for dump in dump_collectives()]
+                write_atomic(self._path, to_json(reduce_dumps(dumps, token, self._buffer_size)))

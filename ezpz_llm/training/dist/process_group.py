@@ -1,4 +1,4 @@
-"""Process groups of all ranks: creation, comparison with the launcher's ranks, and destruction."""
+"""Process group of all ranks: creation, comparison with the launcher's ranks, and destruction."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from ezpz_llm.training.dist.collective_network import logged_network
 from ezpz_llm.training.dist.version_rules import avoiding_settings
 
 _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
-
-_LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
-"""Variable of torch 2.8 and newer: gloo connects two ranks when they first communicate."""
 
 
 def check_group(info: RankInfo) -> None:
@@ -52,25 +49,6 @@ def create_group(device: torch.device, store: torch.distributed.Store, rank: int
         torch.distributed.init_process_group(traits.collectives, store=store, rank=rank, world_size=world_size,
                                              timeout=timeout, device_id=device if traits.bound else None)
     return network
-
-
-def create_control_group(timeout: datetime.timedelta) -> torch.distributed.ProcessGroup | None:
-    """Create a gloo group of all ranks, for messages that need not wait for the work queued on the devices.
-
-    Collective. Connects two ranks when they first communicate, because each rank communicates with few others.
-
-    Returns:
-        None, torch's name for the default group, if that one uses gloo for CPU tensors.
-    """
-    if "cpu:gloo" in torch.distributed.get_backend_config().split(","):
-        return None
-    before = os.environ.get(_LAZY_VARIABLE)
-    os.environ.setdefault(_LAZY_VARIABLE, "1")
-    try:
-        return torch.distributed.new_group(backend="gloo", timeout=timeout)
-    finally:
-        if before is None:
-            del os.environ[_LAZY_VARIABLE]
 
 
 def destroy_group() -> None:

@@ -18,19 +18,14 @@ import torch
 from ezpz_llm.core.base import UserError, print_lines
 from ezpz_llm.core.rundir import RunDir, SideFiles, redact_words
 from ezpz_llm.core.rundir.records import Network
-from ezpz_llm.launcher.basics.addresses import (
-    address_towards,
-    is_loopback,
-    list_interfaces,
-    require_interfaces,
-    resolve,
-)
+from ezpz_llm.launcher.basics.addresses import require_interfaces
 from ezpz_llm.launcher.basics.ranks import ALONE, RankInfo, find_rank
 from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
 from ezpz_llm.launcher.jobs.owner import Ownership
 from ezpz_llm.launcher.jobs.schedulers import find_allocation
 from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.collective_records import VARIABLES as RECORD_VARIABLES, CollectiveRecords, keep_records
+from ezpz_llm.training.dist.control_group import choose_gloo_interface, create_control_group
 from ezpz_llm.training.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.training.dist.freed_memory import keep_freed_memory
 from ezpz_llm.training.dist.heartbeat import answer_with_stacks
@@ -38,7 +33,6 @@ from ezpz_llm.training.dist.mesh import Degrees, Mesh
 from ezpz_llm.training.dist.optional_work import OptionalWork
 from ezpz_llm.training.dist.process_group import (
     check_group,
-    create_control_group,
     create_group,
     destroy_group,
     skip_cleanup_at_exit,
@@ -73,8 +67,8 @@ class Dist:
     side: SideFiles = field(default_factory=SideFiles)
     """Writer of files that training does not depend on."""
     control: torch.distributed.ProcessGroup | None = None
-    """Group of all ranks for messages from CPU memory, beside the group of the device's backend. None, torch's name
-    for the default group, if that one sends from CPU memory."""
+    """Group of all ranks for messages from CPU memory, beside the default group. None if the default group supports
+    CPU tensors."""
     owns_group: bool = True
     """True if `setup` created the process group, which `close` then destroys."""
     optional: OptionalWork = field(default_factory=OptionalWork)
@@ -128,12 +122,8 @@ class Dist:
     def close(self) -> None:
         """Release the run directory, restore the environment, and destroy `setup`'s process group. Collective."""
         self._release()
-        if not torch.distributed.is_initialized():
-            return
-        if self.owns_group:
+        if self.owns_group and torch.distributed.is_initialized():
             destroy_group()
-        elif self.control is not None:
-            torch.distributed.destroy_process_group(self.control)
 
     def _release(self) -> None:
         if self.records is not None:
@@ -183,16 +173,18 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     if has_group:
         check_group(info)
     try:
-        store: torch.distributed.Store | None = None
+        joined: Rendezvous | None = None
         network: Network | None = None
         if has_group or info.world_size == 1:
             chosen = choose_device(device, info)
         else:
-            chosen, store, network = _join(info, device, timeout)
+            chosen, joined, network = _join(info, device, timeout)
         _export(info, chosen)
         if chosen.type == "cpu" and keeps_memory:
             keep_freed_memory(os.environ)
-        control = create_control_group(timeout) if info.world_size > 1 else None
+        control = None
+        if info.world_size > 1:
+            control = create_control_group(info, on_node=joined is not None and joined.on_node, timeout=timeout)
         folder, ownership = agree_on_run_dir(info, run_dir, name, control)
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout, control)
     except BaseException:
@@ -202,10 +194,10 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     backend = None
     if info.world_size > 1:
         backend = torch.distributed.get_backend() if has_group else DEVICES[chosen.type].collectives
-    records = None if backend is None else CollectiveRecords(os.environ, folder, info.rank, backend)
+    records = None if backend is None else CollectiveRecords(os.environ, folder, info.rank)
     return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, control=control,
                 owns_group=not has_group, network=network, records=records,
-                optional=OptionalWork(info.rank, info.world_size, store))
+                optional=OptionalWork(info.rank, info.world_size, None if joined is None else joined.store))
 
 
 def _check_world_size(info: RankInfo) -> None:
@@ -219,7 +211,7 @@ def _check_world_size(info: RankInfo) -> None:
 
 
 def _join(info: RankInfo, asked: str | None,
-          timeout: datetime.timedelta) -> tuple[torch.device, torch.distributed.Store, Network]:
+          timeout: datetime.timedelta) -> tuple[torch.device, Rendezvous, Network]:
     """Choose a device, join the other ranks' store, and create the process group; return its network, too."""
     device, error = None, None
     try:
@@ -228,32 +220,20 @@ def _join(info: RankInfo, asked: str | None,
         error = own_error
     else:
         # Check before the rendezvous: without the interface, this node may be unable to reach the other nodes.
-        for backend in dict.fromkeys((DEVICES[device.type].collectives, "gloo")):
-            require_interfaces(backend, info.rank, os.environ)
+        require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
     joined = rendezvous(info, os.environ, timeout)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = joined.address, str(joined.port)
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _gloo_interface(joined)) is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
     if device is not None:
         try:
             claim_device(joined.store, socket.gethostname(), device.type, device_identity(device), info.rank)
         except UserError as own_error:
             error = own_error
     share_error_without_group(joined.store, info, error)
+    assert device is not None
     keep_records(os.environ)
-    return device, joined.store, create_group(device, joined.store, info.rank, info.world_size, timeout)
-
-
-def _gloo_interface(joined: Rendezvous) -> str | None:
-    """Return the interface on which gloo must listen, or None to listen on the address of the hostname."""
-    if joined.on_node:
-        wanted: str | None = "127.0.0.1"  # the whole network can reach the address of the hostname
-    elif is_loopback(resolve(socket.gethostname()) or ""):
-        # As in Debian's /etc/hosts: other nodes cannot reach that address.
-        wanted = address_towards(joined.address)
-    else:
-        return None
-    return next((name for name, address in list_interfaces().items() if address == wanted is not None), None)
+    if DEVICES[device.type].collectives == "gloo":
+        choose_gloo_interface(joined.store, info, joined.on_node, os.environ)
+    return device, joined, create_group(device, joined.store, info.rank, info.world_size, timeout)
 
 
 def _export(info: RankInfo, device: torch.device) -> None:

@@ -171,15 +171,14 @@ def count_groups() -> int:
     return len(_world.pg_names)
 
 
-def record_of_collectives(backend: str) -> bytes | None:
-    """Return a pickled record of this rank's latest collectives, without stacks; None if this torch keeps none.
+_FLIGHT_RECORDERS = ("_dump_nccl_trace", "_dump_xccl_trace", "_dump_fr_trace")
+"""Functions that return a pickled dump: of NCCL in builds for NVIDIA and AMD, of oneCCL, and of other backends."""
 
-    Args:
-        backend: communication backend whose collectives are wanted.
-    """
+
+def dump_collectives() -> list[bytes]:
+    """Return pickled dumps of this rank's flight recorders, without stacks; none if this torch has no recorder."""
     module = find("torch", "_C._distributed_c10d")
-    dump = getattr(module, f"_dump_{backend}_trace", None) or getattr(module, "_dump_fr_trace", None)
-    return None if dump is None else dump(True, False, False)
+    return [getattr(module, name)(True, False, False) for name in _FLIGHT_RECORDERS if hasattr(module, name)]
 
 
 def make_fake_store() -> Any:

@@ -153,7 +153,7 @@ class Pass:
 
     `recompute` is the trainer's setting, `score_bytes` the bytes of attention scores kept per layer
     (model/attention_kernels.py), `chunk` the number of tokens whose logits exist at the same time (0: all).
-    `cpu` is True if the model runs on CPUs, `blockwise` if attention uses ezpz_llm's CPU kernel, and `masked` with
+    `cpu` is True if the model runs on CPUs, `blockwise` if attention uses the blockwise kernel, and `masked` with
     masks between documents.
     """
 

@@ -24,8 +24,8 @@ class Target:
         batch: (seed, number, dp_rank, dp_size) -> this rank's part of micro-batch `number`, from 0. All ranks'
             parts have the same size, and concatenated they are the batch of a single process (`dp_rank` 0 of 1).
         loss: (model, batch) -> the mean loss over the samples of the batch, 0-d. It calls `model` like a module.
-        optimizer: (module) -> the optimizer of all parameters, which keeps a mean of the gradients, such as Adam or
-            SGD with momentum; by default AdamW.
+        optimizer: (module) -> an optimizer with momentum for all parameters, such as Adam or SGD(momentum=0.9); by
+            default AdamW.
         step: (model, micro_batches) -> the loss of a custom step, which computes a loss and calls `model.backward`
             and `model.step` for each micro-batch. `model` is the result of `ezpz_llm.wrap`.
         evaluate: (model, batch) -> the loss of this rank's part of a batch, without changing any state.

@@ -29,6 +29,7 @@ from ezpz_llm.core.rundir.records import Device, Environment, Network
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.dist.agreement import all_gather, all_gather_number
 from ezpz_llm.training.dist.backends import DEVICES
+from ezpz_llm.training.dist.collective_records import VARIABLES as RECORD_VARIABLES
 from ezpz_llm.training.dist.device import device_memory, synchronize
 from ezpz_llm.training.observe.machine_load import load_now
 
@@ -273,8 +274,8 @@ def run_environment(dist: Dist) -> Environment:
     It consists of versions, hostnames, device, load, and the variables that affect the run's speed or results.
     Secrets are redacted.
     """
-    own = socket.gethostname(), None if dist.network is None else as_plain(dist.network)
-    hosts, networks = zip(*all_gather(dist, own), strict=True)
+    network = None if dist.network is None else as_plain(dist.network)
+    hosts, networks = zip(*all_gather(dist, (socket.gethostname(), network)), strict=True)
     return Environment(
         versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         platform=platform.platform(),
@@ -282,24 +283,25 @@ def run_environment(dist: Dist) -> Environment:
         world_size=dist.world_size,
         rank_source=dist.info.source,
         backend=dist.backend,
-        network=_slowest_network(networks, several_nodes=len(set(hosts)) > 1),
+        network=choose_network(networks, several_nodes=len(set(hosts)) > 1),
         device=_device(dist.device),
         load=load_now(),
         threads=torch.get_num_threads(),
         variables=redact({name: value for name, value in sorted(os.environ.items())
-                          if name.startswith(_VARIABLE_PREFIXES)}))
+                          if name.startswith(_VARIABLE_PREFIXES) and name not in RECORD_VARIABLES}))
 
 
-def _slowest_network(networks: Sequence[dict[str, Any] | None], several_nodes: bool) -> Network | None:
-    """Return the network of the first rank that fell back to TCP, else rank 0's.
+def choose_network(networks: Sequence[dict[str, Any] | None], several_nodes: bool) -> Network | None:
+    """Return the network of the first rank that fell back to TCP, else that of rank 0, from those of all ranks.
 
     On a single node, collectives use no network, so that TCP is no loss.
     """
-    used = [Network(**network) for network in networks if network is not None]
-    if not used:
+    chosen = [Network(**network) for network in networks if network is not None]
+    if not chosen:
         return None
-    return next((network for network in used if network.unused), used[0]) if several_nodes else replace(
-        used[0], unused=[])
+    if not several_nodes:
+        return replace(chosen[0], unused=[])
+    return next((network for network in chosen if network.unused), chosen[0])
 
 
 def _version(package: str) -> str | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def make_target_reference(job: Job, model: str, dtype: str, dist: Dist) -> None:
         _check_against_plain_loop(plain, tensors)
     repetitions = []
     for order, (dp_size, shuffled) in enumerate(((1, True), (size, True), (size, False)), start=1):
-        with reordered_sums(order) if shuffled else nullcontext():
+        with reordered_sums(order) if shuffled else contextlib.nullcontext():
             repetitions.append(_run(batches(whole.size if in_parts else dp_size, order), single, dtype, clip,
                                     *gradient))
     noise = baseline_noise(None, whole_run, tensors, repetitions)
@@ -226,7 +226,8 @@ def _find_gradient_state(target: Target, gradients: dict[str, Tensor], clip: flo
     optimizer = make_optimizer(target, module, clip)
     for name, parameter in module.named_parameters():
         parameter.grad = gradients[name].to(parameter)
-    optimizer.step()
+    with contextlib.suppress(TypeError):  # LBFGS requires a closure, and has no such state
+        optimizer.step()
     # `wrap` rejects an optimizer that lacks a parameter.
     pairs = [(gradients[name], optimizer.state[parameter]) for name, parameter in module.named_parameters()
              if parameter in optimizer.state]
@@ -235,8 +236,8 @@ def _find_gradient_state(target: Target, gradients: dict[str, Tensor], clip: flo
             return kind, factor
     raise UserError(f"certify cannot read the first gradient from the state of {type(optimizer).__name__}",
                     where="Target.optimizer",
-                    instead="an optimizer that keeps a mean of the gradients, such as AdamW or SGD with momentum, "
-                            "without a weight decay that it adds to the gradients")
+                    instead="an optimizer with momentum, such as AdamW or SGD(…, momentum=0.9), without a weight "
+                            "decay that it adds to the gradients")
 
 
 def _factor(pairs: Sequence[tuple[Tensor, Any]]) -> float | None:

@@ -61,10 +61,6 @@ _NICE = 10
 _LINGER_S = 2.0
 """Time for launcher processes on the node to exit after their ranks, in a run that is being ended."""
 
-_RECORDS_WITHIN_S, _RECORDS_POLL_S = 3.0, 0.05
-"""Limit on waiting for the ranks' records of collectives. A rank that does not run Python code writes none."""
-
-
 def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> int:
     """Fork the node's agent from the shim of local rank 0, after `files.register_shim`, and return its process id.
 
@@ -188,7 +184,8 @@ class _Agent:
                 self._signal_ranks(order.number, order.token)
             elif order.token not in self.executed_tokens:
                 self.executed_tokens.add(order.token)
-                self._request_records(order.token)
+                with contextlib.suppress(OSError):  # the stacks are more important
+                    self.folder.write(files.COLLECTIVES, order.token.encode())
                 self._write_stacks(order.token, order.ranks)
 
     def _signal_ranks(self, number: int, token: str = "") -> None:
@@ -199,15 +196,6 @@ class _Agent:
                                             and (token, pid) not in self.signaled):
                 self.signaled.add((token, pid))
                 kill(pid, number)
-
-    def _request_records(self, token: str) -> None:
-        """Make the node's ranks write the records of their collectives, and wait until they have."""
-        self.folder.write(files.COLLECTIVES, token.encode())
-        writers = [name for name in self.folder.names("rank") if name.endswith(files.RECORDED)]
-        deadline = time.monotonic() + _RECORDS_WITHIN_S
-        while (any(self.folder.read(name) != token.encode() for name in writers)
-               and time.monotonic() < deadline):
-            time.sleep(_RECORDS_POLL_S)
 
     def _write_stacks(self, token: str, ranks: tuple[int, ...]) -> None:
         local_ranks = sorted(files.registered_ranks(self.folder).keys() & set(ranks))

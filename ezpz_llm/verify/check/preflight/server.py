@@ -11,7 +11,6 @@ import errno
 import functools
 import os
 import queue
-import resource
 import socket
 import threading
 import time
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection
 
 from ezpz_llm.core.base import UserError, escape_control_characters
 from ezpz_llm.launcher.basics.addresses import describe_port_holder, listen, local_address
+from ezpz_llm.launcher.basics.processes import allow_many_files
 from ezpz_llm.verify.check.facts import Facts, Measurement
 from ezpz_llm.verify.check.preflight.endpoint import Endpoint, candidate_ports
 from ezpz_llm.verify.check.preflight.messages import (
@@ -71,7 +71,7 @@ class PreflightServer:
     """Server with a connection per rank. Every wait has a time limit."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        _allow_many_files()
+        allow_many_files()
         self._secret = endpoint.secret
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stage = "its introduction"
@@ -186,10 +186,3 @@ def _describe(error: OSError, port: int) -> str:
     # Without the address that listen() adds to the message.
     text = os.strerror(error.errno) if error.errno else str(error)
     return f"{text}: {describe_port_holder(port)}" if error.errno == errno.EADDRINUSE else text
-
-
-def _allow_many_files() -> None:
-    # Each rank needs a connection. The usual soft limit of 1024 exists only for programs that use select().
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
