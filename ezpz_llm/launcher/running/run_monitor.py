@@ -15,6 +15,7 @@ from ezpz_llm.launcher.basics.messages import take_stacks
 from ezpz_llm.launcher.basics.relay import print_stderr, warn
 from ezpz_llm.launcher.diagnosis.differences import describe_blocking_rank
 from ezpz_llm.launcher.diagnosis.liveness import HeartbeatMonitor, RankLife, StartMonitor, find_silent_ranks
+from ezpz_llm.launcher.diagnosis.start_progress import StartProgress
 from ezpz_llm.launcher.on_nodes.run_facts import RunFacts, read_failures
 from ezpz_llm.launcher.planning.plan import LaunchPlan
 
@@ -45,6 +46,7 @@ class RunMonitor:
         self._plan = plan
         self._idle_limit_s = idle_limit_s
         self._start_monitor = StartMonitor(facts, plan.run_dir, start_limit_s)
+        self._start_progress = StartProgress()
         self._reports_at = started
         self._failed_at: float | None = None
         self._first_ended_at: float | None = None
@@ -109,6 +111,9 @@ class RunMonitor:
         self._warn_of_nodes(now)
         self._note_ended_ranks(now)
         ranks = self.life.ranks(now)
+        if not self.life.missing and self._trains(ranks) and (
+                message := self._start_progress.message(ranks, waited_s)) is not None:
+            print_stderr(f"launch: {message}")
         for life in ranks:
             if life.state == "T" and life.idle_s > _NOTE_AFTER_S:
                 self._warn_once(f"stopped {life.rank}", str(life))
@@ -121,6 +126,11 @@ class RunMonitor:
         cause = describe_blocking_rank(silent, ranks, self._report_silence(silent, ranks, limit_s))
         return Stop("idle", f"no sign of life for {limit_s:g} s: {cause}; launch ended the run",
                     ranks=tuple(sorted(life.rank for life in silent)))
+
+    def _trains(self, ranks: list[RankLife]) -> bool:
+        """Return True for the trainer, and for scripts that report a phase. Other commands have no steps."""
+        module = self._plan.target.module
+        return module == "ezpz_llm.train" or (module is None and any(life.phase is not None for life in ranks))
 
     def _warn_of_nodes(self, now: float) -> None:
         for report, age in self.life.silent_nodes(now, _NODE_SILENT_S):
