@@ -16,9 +16,9 @@ from slowness import scaled
 SUITE = TESTS / "gpu" / "several" / "suite.py"
 # A fault, the section that must find it, and what it then says.
 PLANTED = [
-    ("wrong_values", "collectives", "wrong values"), ("skipped_collective", "certify", "did not call collective"),
+    ("wrong_values", "collectives", "wrong values"), ("skipped_collective", "certify", "different collectives"),
     ("stale_checkpoint", "checkpoint", "after a resume under fsdp2, the loss of step"),
-    ("wrong_send_order", "certify", "pp2 "), ("wrong_group", "certify", "tp2 "),
+    ("wrong_send_order", "certify", "pp2 "), ("wrong_group", "certify", "tp2_zero1 fp32: "),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ def _is_last() -> bool:
 
 def wrong_values() -> None:
     """Make all-reduces of more than a few elements wrong by a thousandth on the last rank."""
-    usual = torch_dist.all_reduce
+    all_reduce = torch_dist.all_reduce
 
     def wrong(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = usual(tensor, *args, **kwargs)
+        work = all_reduce(tensor, *args, **kwargs)
         if work is not None:
             work.wait()
         if _is_last() and tensor.is_floating_point() and tensor.numel() > 8:
@@ -35,27 +36,29 @@ def wrong_values() -> None:
 
 def skipped_collective() -> None:
     """Make the last rank skip one of its all-reduces on the device."""
-    usual, calls = torch_dist.all_reduce, [0]
+    all_reduce, calls = torch_dist.all_reduce, [0]
 
     def skipping(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls[0] += tensor.numel() > 8
         if _is_last() and calls[0] == 20 and tensor.numel() > 8:
             calls[0] += 1
             return None
-        return usual(tensor, *args, **kwargs)
+        return all_reduce(tensor, *args, **kwargs)
 
     torch_dist.all_reduce = skipping
 
 
 def stale_checkpoint() -> None:
-    """Make every background checkpoint contain the copy of the first one."""
+    """Make every background checkpoint contain the values of the first one."""
     from ezpz_llm.training.checkpoint.cpu_copy import CpuMemory
 
-    usual, first = CpuMemory.copy, []
+    copy, first = CpuMemory.copy, []
 
     def stale(self: Any, shard: Any) -> Any:
-        first.append(usual(self, shard)) if not first else None
-        return first[0]
+        copied = copy(self, shard)
+        values = list(copied.tensors)
+        first.append([value.clone() for value in values])
+        return replace(copied, tensors=iter(first[0]))
 
     CpuMemory.copy = stale  # type: ignore[method-assign]
 
@@ -64,13 +67,15 @@ def wrong_send_order() -> None:
     """Make pipeline stages send the activations of the micro-batch before."""
     from deepspeed.runtime.pipe import p2p
 
-    usual, before = p2p.send, {}
+    send, before = p2p.send, {}
 
     def late(tensor: torch.Tensor, dest_stage: int) -> Any:
+        if not tensor.is_floating_point() or tensor.numel() < 64:
+            return send(tensor, dest_stage)  # sizes and types
         key = dest_stage, tuple(tensor.shape), tensor.dtype
         sent = before.get(key, tensor)
         before[key] = tensor.detach().clone()
-        return usual(sent.contiguous(), dest_stage)
+        return send(sent.contiguous(), dest_stage)
 
     p2p.send = late
 
@@ -79,9 +84,9 @@ def wrong_group() -> None:
     """Leave every rank alone in its tensor-parallel group."""
     from ezpz_llm.training.dist.degrees import Degrees
 
-    usual = Degrees.peers
+    peers = Degrees.peers
     Degrees.peers = lambda self, rank, *axes: (  # type: ignore[method-assign]
-        [rank] if axes == ("tp",) else usual(self, rank, *axes))
+        [rank] if axes == ("tp",) else peers(self, rank, *axes))
 
 
 FAULTS = {name.__name__: name for name in (wrong_values, skipped_collective, stale_checkpoint, wrong_send_order,

@@ -90,13 +90,13 @@ def _environment() -> dict[str, str]:
 
 
 def _problems(done: subprocess.CompletedProcess[str], what: str) -> list[str]:
-    """Return the first line of the post-mortem, or of the error, of a command that failed."""
+    """Return the first lines of the post-mortem, or the error, of a command that failed."""
     if done.returncode == 0:
         return []
-    lines = [line for line in done.stderr.splitlines() if line.startswith(("launch: ", "error: "))]
-    text = " ".join([*lines[-1:], *(line.strip() for line in done.stderr.splitlines() if "did not call" in line
-                                    or "ranks differ in" in line)])
-    return [f"{what}: exit code {done.returncode}: {text or done.stderr[-300:]}"]
+    lines = done.stderr.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(("launch: ", "error: "))]
+    text = " ".join(line.strip() for line in lines[starts[-1]:][:2]) if starts else done.stderr[-300:]
+    return [f"{what}: exit code {done.returncode}: {text}"]
 
 
 def collectives(setting: Setting) -> dict[str, Any]:
