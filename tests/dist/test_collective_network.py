@@ -120,7 +120,7 @@ CLEAN = [
     *(({"library": "NCCL", **LOGS[name][1]}, devices, {}) for name in ("Slingshot", "InfiniBand")
       for devices in ({"active": HDR}, {"cxi": 4}, {}, {"down": ("mlx5_0",)})),
     (SOCKET, {}, {}), (SOCKET, {"down": ("mlx5_0",), "active": {"rxe0": "10 Gb/sec"}}, {}),
-    (SOCKET, {"active": HDR}, {"NCCL_IB_DISABLE": "1"}),
+    (SOCKET, {"active": {"ibp65s0": "200 Gb/sec"}}, {"NCCL_IB_DISABLE": "1"}),
     (SOCKET, {"cxi": 4}, {"NCCL_NET": "Socket"}), ({"library": "NCCL"}, {"active": HDR}, {}),
     ({"library": "NCCL", "network": "UCX"}, {"active": HDR}, {}),
     ({"library": "gloo", "network": "tcp"}, {"cxi": 4}, {}),
@@ -131,7 +131,7 @@ CLEAN = [
 
 @pytest.mark.parametrize(("network", "devices", "env"), FALLBACKS)
 def test_fallback_to_tcp_names_the_faster_devices(network: dict, devices: dict, env: dict[str, str],
-                                                   tmp_path: Path) -> None:
+                                                  tmp_path: Path) -> None:
     used = Network(**network)
     used.unused = unused_devices(used, env, system_with(tmp_path, **devices))
     text = describe_fallback(used)

@@ -95,6 +95,12 @@ def test_group_whose_calls_a_recorder_has_dropped_is_no_difference(tmp_path: Pat
         "all ranks called the same collectives, the last one all_reduce(BFloat16 8)")
 
 
+def test_calls_of_two_backends_of_a_group_are_compared_apart(tmp_path: Path) -> None:
+    messages = [{**call(number), "profiling_name": "gloo:broadcast"} for number in range(1, 100)]
+    text = described(tmp_path, [call(1), call(2), *messages], [call(1), *messages])
+    assert text == "rank 1 did not call collective 2 of all ranks, all_reduce(BFloat16 8), which rank 0 called"
+
+
 def test_rank_far_behind_misses_the_first_collective_after_its_last_one(tmp_path: Path) -> None:
     ahead = [call(number) for number in range(300, 305)]
     assert described(tmp_path, ahead, [call(199), call(200)]) == (
@@ -121,13 +127,13 @@ def test_dumps_of_a_timeout_are_compared_without_running_their_code(tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     run_dir = RunDir(tmp_path)
     run_dir.create()
-    contents = [pickle.dumps(dump([call(1), call(2)]), protocol=2), pickle.dumps(dump([call(1)]), protocol=2),
+    contents = [pickle.dumps(dump([call(1)]), protocol=2), pickle.dumps(dump([]), protocol=2),
                 pickle.dumps(_Planted()), b"\x80\x02}q\x00",
                 pickle.dumps({"entries": [{"process_group": [[], []]}]})]
     for rank, content in enumerate(contents):
         Path(f"{timeout_dump_prefix(run_dir)}{rank}").write_bytes(content)
     assert describe_difference(run_dir, 2, of_timeout=True) == (
-        "rank 1 did not call collective 2 of all ranks, all_reduce(BFloat16 8), which rank 0 called")
+        "rank 1 did not call collective 1 of all ranks, all_reduce(BFloat16 8), which rank 0 called")
     assert not (tmp_path / "executed").exists()
     assert describe_difference(run_dir, 2) is None
     later = (tmp_path / "collectives" / "nccl_rank0").stat().st_mtime + 60

@@ -17,7 +17,7 @@ from typing import Any
 from ezpz_llm.core.base import as_dataclass, open_regular, parse_json
 from ezpz_llm.core.rundir import RunDir
 
-_CALLS_KEPT = 200
+_CALLS_KEPT = 50
 _MAX_BYTES = 1 << 24
 _TIMEOUT_DUMP = "nccl_rank"
 _RECORD = re.compile(r"rank(\d{1,7})\.json")
@@ -64,7 +64,7 @@ class CollectiveRecord:
     Attributes:
         token: token of the order to write the record; "" for a dump of NCCL.
         oldest: time of the oldest call that the recorder still had, or 0 if it had all calls.
-        groups: calls by torch's name of the group.
+        groups: calls by backend and torch's name of the group: a group may have a backend for each kind of device.
     """
 
     token: str = ""
@@ -87,22 +87,24 @@ def reduce_dumps(dumps: Sequence[dict[str, Any]], token: str, buffer_size: int) 
     oldest = 0
     for dump in dumps:
         entries = dump["entries"]
-        if len(entries) >= buffer_size:
+        if entries and len(entries) >= buffer_size:
             oldest = max(oldest, min(_integer(entry["time_created_ns"]) for entry in entries))
         for entry in entries:
             if entry["is_p2p"]:
                 continue
-            group, description = (_text(value) for value in entry["process_group"])
+            backend, _, operation = _text(entry["profiling_name"]).rpartition(":")
+            name, description = (_text(value) for value in entry["process_group"])
+            group = f"{backend} {name}"
             descriptions[group] = description
             inputs = ", ".join(f"{_text(kind)} {'x'.join(str(_integer(side)) for side in size) or 'scalar'}"
                                for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False))
             calls.setdefault(group, []).append(Call(
-                _integer(entry["collective_seq_id"]), _text(entry["profiling_name"]).rpartition(":")[2], inputs,
-                _integer(entry["time_created_ns"])))
+                _integer(entry["collective_seq_id"]), operation, inputs, _integer(entry["time_created_ns"])))
         for group, config in dump.get("pg_config", {}).items():
             members[_text(group)] = tuple(map(int, re.findall(r"\d{1,7}", _text(config["ranks"]))))
     return CollectiveRecord(token, oldest, {
-        group: GroupCalls(descriptions[group], members.get(group, ()), tuple(of_group[-_CALLS_KEPT:]))
+        group: GroupCalls(descriptions[group], members.get(group.partition(" ")[2], ()),
+                          tuple(of_group[-_CALLS_KEPT:]))
         for group, of_group in calls.items()})
 
 

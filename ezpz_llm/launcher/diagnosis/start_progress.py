@@ -27,7 +27,7 @@ class StartProgress:
         """Return a message, at most every 30 s and only after a change; None after a rank's first step.
 
         Args:
-            ranks: all ranks that have not ended.
+            ranks: the ranks that have not ended, as far as nodes report them.
             waited_s: seconds since the start.
         """
         phases = [(life.phase or _IMPORTING, life.rank) for life in ranks]

@@ -111,8 +111,10 @@ class RunMonitor:
         self._warn_of_nodes(now)
         self._note_ended_ranks(now)
         ranks = self.life.ranks(now)
-        if not self.life.missing and self._trains(ranks) and (
-                message := self._start_progress.message(ranks, waited_s)) is not None:
+        reported = {rank for report in self.life.nodes for rank in report.ranks}
+        known = [life for life in ranks if life.rank in reported]  # a node without an agent reports nothing
+        if not self.life.missing and self._trains(known) and (
+                message := self._start_progress.message(known, waited_s)) is not None:
             print_stderr(f"launch: {message}")
         for life in ranks:
             if life.state == "T" and life.idle_s > _NOTE_AFTER_S:

@@ -28,6 +28,9 @@ _ONECCL = {
     "interface": re.compile(r"nic: \{ name (?:\w+:)?([^,\s]+)"),
 }
 _LOG_BYTES = 1 << 20
+_DEBUG_LINE = re.compile(r"^\s*NCCL_DEBUG\s*=", re.MULTILINE)
+_LIBFABRIC_DEVICES = ("cxi", "rdmap", "efa")
+"""Beginnings of the names of devices of Slingshot and EFA."""
 _SOFTWARE_DEVICES = ("rxe", "siw")
 """Beginnings of the names of RDMA devices in software, over TCP."""
 
@@ -115,8 +118,8 @@ def logged_network(backend: str) -> Iterator[Network]:
 
 def _user_logs(env: Mapping[str, str]) -> bool:
     """Return True if the user or the site has set NCCL_DEBUG, in the environment or in NCCL's configuration."""
-    files = Path(env.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"), Path("/etc/nccl.conf")
-    return "NCCL_DEBUG" in env or any("NCCL_DEBUG" in system_text(file) for file in files)
+    files = env.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"
+    return "NCCL_DEBUG" in env or any(_DEBUG_LINE.search(system_text(file)) for file in files)
 
 
 def find_fast_devices(system: Path = Path("/sys/class")) -> list[str]:
@@ -135,9 +138,11 @@ def unused_devices(network: Network, env: Mapping[str, str], system: Path = Path
     is_requested = network_family(env.get("NCCL_NET", "")) == "tcp"
     if network.library != "NCCL" or network_family(network.network) != "tcp" or is_requested:
         return []
-    # NCCL_IB_DISABLE does not concern the devices that NCCL uses through libfabric.
-    without_ib = env.get("NCCL_IB_DISABLE", "0") != "0"
-    return [device for device in find_fast_devices(system) if not (without_ib and device.startswith("mlx"))]
+    devices = find_fast_devices(system)
+    if env.get("NCCL_IB_DISABLE", "0") == "0":
+        return devices
+    # The variable does not concern the devices of Slingshot and EFA, which NCCL uses through libfabric.
+    return [device for device in devices if device.startswith(_LIBFABRIC_DEVICES)]
 
 
 def describe_fallback(network: Network) -> str | None:

@@ -64,6 +64,11 @@ def create_control_group(info: RankInfo, on_node: bool, timeout: datetime.timede
     return control
 
 
+def forget_control_group() -> None:
+    """Drop the control group of a default group that is destroyed. Its store listens until the last reference."""
+    _created.clear()
+
+
 def choose_gloo_interface(store: Store, info: RankInfo, on_node: bool, env: MutableMapping[str, str]) -> None:
     """Set GLOO_SOCKET_IFNAME unless gloo's default, the address of the hostname, is right. Collective.
 

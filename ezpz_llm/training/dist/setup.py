@@ -25,7 +25,7 @@ from ezpz_llm.launcher.jobs.owner import Ownership
 from ezpz_llm.launcher.jobs.schedulers import find_allocation
 from ezpz_llm.training.dist.backends import DEVICES
 from ezpz_llm.training.dist.collective_records import VARIABLES as RECORD_VARIABLES, CollectiveRecords, keep_records
-from ezpz_llm.training.dist.control_group import choose_gloo_interface, create_control_group
+from ezpz_llm.training.dist.control_group import choose_gloo_interface, create_control_group, forget_control_group
 from ezpz_llm.training.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.training.dist.freed_memory import keep_freed_memory
 from ezpz_llm.training.dist.heartbeat import answer_with_stacks
@@ -124,6 +124,8 @@ class Dist:
         self._release()
         if self.owns_group and torch.distributed.is_initialized():
             destroy_group()
+            self.control = None
+            forget_control_group()
 
     def _release(self) -> None:
         if self.records is not None:

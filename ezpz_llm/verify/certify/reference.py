@@ -498,12 +498,15 @@ def train_step(engine: Engine, shape: Shape, rows: Rows, step: int, steps: int,
 
 def _extend_prompts(engine: Engine, config: ModelConfig) -> tuple[list[list[int]], list[list[float]]]:
     """Return the most likely next tokens of each prompt, and the margins of their logits. Collective."""
-    margins = []
+    margins, is_finite = [], [True]
 
     def next_logits(tokens: Tensor) -> Tensor:
         """Return the engine's logits, and keep the margin of the largest one."""
-        # NaN would raise an error here, and hide the earlier step in which it appeared.
-        logits = engine.next_logits(tokens).nan_to_num()
+        logits = engine.next_logits(tokens)
+        if not logits[:, :config.vocab_size].isfinite().all():
+            # An error here would hide the earlier step in which NaN appeared.
+            is_finite.clear()
+            logits = logits.nan_to_num()
         first, second = logits[:, :config.vocab_size].float().topk(2).values.unbind(1)
         margins.append(first - second)
         return logits
@@ -511,7 +514,8 @@ def _extend_prompts(engine: Engine, config: ModelConfig) -> tuple[list[list[int]
     prompts = torch.from_numpy(recipe.prompts(config)).to(engine.device)
     extended = sample(next_logits, prompts, new_tokens=recipe.NEW_TOKENS, generator=torch.Generator(),
                       block_size=config.block_size, vocab_size=config.vocab_size, top_k=1)
-    return extended[:, prompts.shape[1]:].tolist(), torch.stack(margins, dim=1).tolist()
+    texts = extended[:, prompts.shape[1]:].tolist() if is_finite else [verdict.NOT_FINITE] * len(prompts)
+    return texts, torch.stack(margins, dim=1).tolist()
 
 
 def certain_texts(runs: Sequence[Trajectory]) -> list[list[int]]:

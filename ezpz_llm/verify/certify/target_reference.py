@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -226,7 +227,8 @@ def _find_gradient_state(target: Target, gradients: dict[str, Tensor], clip: flo
     optimizer = make_optimizer(target, module, clip)
     for name, parameter in module.named_parameters():
         parameter.grad = gradients[name].to(parameter)
-    with contextlib.suppress(TypeError):  # LBFGS requires a closure, and has no such state
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:  # LBFGS requires one, and has no momentum
         optimizer.step()
     # `wrap` rejects an optimizer that lacks a parameter.
     pairs = [(gradients[name], optimizer.state[parameter]) for name, parameter in module.named_parameters()

@@ -85,9 +85,14 @@ def findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> 
     }
 
 
+NOT_FINITE = [-1]
+"""Text of a prompt whose logits are NaN or infinite."""
+
+
 def end_findings(measured: Numbers, expected: Numbers, n_layer: int, dtype: str) -> dict[str, list[Finding]]:
     """Return the comparisons after training: of sampled texts, and of the last step after a resume."""
-    differing = [row for row, text in enumerate(expected["texts"]) if text and measured["texts"][row] != text]
+    differing = [row for row, text in enumerate(expected["texts"])
+                 if measured["texts"][row] == NOT_FINITE or (text and measured["texts"][row] != text)]
     detail = f" of {sum(map(bool, expected['texts']))}" + (f"; first {differing[0]}" if differing else "")
     again, last = measured["again"], len(expected["losses"]) - 1
     title = f"step {last + 1} after a resume"

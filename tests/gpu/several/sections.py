@@ -21,6 +21,7 @@ _SMALL = ("--n-layer", "4", "--n-embd", "64", "--n-head", "4", "--block-size", "
           "--sample-tokens", "0", "--profile", "false", "--log-every", "1", "--precision", "fp32")
 _LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero1", "tp2_zero3", "sp2", "pp2",
             "tiled")
+_PAIRS = ("tp2", "tp2_zero1", "tp2_zero3", "sp2", "pp2")
 _LOSS_TOLERANCE = 1e-4
 """Relative difference between runs whose sums have another order, over a hundred steps in fp32."""
 
@@ -34,6 +35,7 @@ class Setting:
         shares_device: True if there are fewer devices than ranks.
         plant: name of a fault that the ranks plant (faulty_rank.py), or None.
         deadline: end of the time, on the monotonic clock.
+        device_gb: memory of a device in GB.
     """
 
     ranks: int
@@ -42,6 +44,7 @@ class Setting:
     shares_device: bool = False
     plant: str | None = None
     deadline: float = float("inf")
+    device_gb: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -52,6 +55,10 @@ class Setting:
     def idle_s(self) -> int:
         """Seconds without a sign of life after which launch ends a hang."""
         return 20 if self.is_cpu else 90
+
+    def fits(self, layout: str) -> bool:
+        """Return True if the ranks can be divided into the groups of the layout."""
+        return self.ranks % 2 == 0 or layout not in _PAIRS
 
     def until(self, deadline: float) -> Setting:
         """Return the same setting with another end of the time."""
@@ -131,17 +138,22 @@ def checkpoint(setting: Setting) -> dict[str, Any]:
     found = setting.train("whole", *options, "--ds-config", "zero2", "--save-every", "0")
     killed = ("-m", "ezpz_llm.train", "--device", setting.device, *options, "--ds-config", "zero2",
               "--save-every", "20")
-    process = subprocess.Popen(setting.command("killed", killed), env=_environment(), stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
+    command = setting.command("killed", killed, "--idle-timeout", str(setting.idle_s))
+    process = subprocess.Popen(command, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     latest = setting.folder / "killed" / "checkpoints" / "step-00000040"
-    while not latest.exists() and process.poll() is None and time.monotonic() < setting.deadline:
-        time.sleep(0.05)
-    for rank in _ranks_of(process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.send_signal(signal.SIGKILL)
-            break
-    if process.wait() == 0:
-        found.append("the run ended before it could be killed")
+    try:
+        while not latest.exists() and process.poll() is None and time.monotonic() < setting.deadline:
+            time.sleep(0.05)
+        for rank in _ranks_of(process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGKILL)
+                break
+        if process.wait(timeout=max(1.0, setting.deadline - time.monotonic())) == 0:
+            found.append("the run ended before it could be killed")
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
     layout = "fsdp2"
     found += setting.train("killed", "--resume", str(setting.folder / "killed"), "--ds-config", layout)
     if found:
@@ -165,6 +177,8 @@ def _ranks_of(pid: int) -> Iterator[psutil.Process]:
 
 def pipelines(setting: Setting) -> dict[str, Any]:
     """Compare a compiled pipeline with an eager one."""
+    if not setting.fits("pp2"):
+        return {"found": [], "skipped": f"{setting.ranks} ranks cannot be divided into pairs of stages"}
     options = (*_SMALL, "--steps", "6", "--ds-config", "pp2", "--save-every", "-1")
     found = [*setting.train("eager", *options, "--compile", "false"),
              *setting.train("compiled", *options, "--compile", "true")]
@@ -195,6 +209,8 @@ _MODELS = {
                   "fsdp2", "--recompute", "1"),
 }
 """Models whose speed is measured. Ranks that share a device run only the first one."""
+_MIN_GB_OF_8B = 200
+"""Memory of all devices for llama3-8b: 16 bytes per parameter, activations, and a gathered block."""
 
 
 def speed(setting: Setting) -> dict[str, Any]:
@@ -203,6 +219,8 @@ def speed(setting: Setting) -> dict[str, Any]:
         models = {"tiny-gpt2": ("--micro-batch-size", "4", "--ds-config", "zero1")}
     else:
         models = dict(list(_MODELS.items())[:1 if setting.shares_device else None])
+        if setting.ranks * setting.device_gb < _MIN_GB_OF_8B:
+            models.pop("llama3-8b", None)
     found, runs = [], {}
     for model, options in models.items():
         problems = setting.train(model, "--model", model, *options, "--steps", "25", "--trace-steps", "2",
@@ -228,7 +246,7 @@ def memory(setting: Setting) -> dict[str, Any]:
     model = (*_SMALL,) if setting.is_cpu else (
         "--model", "gpt2-124m", "--vocab-multiple", "50304", "--micro-batch-size", "8", "--eval-every", "0",
         "--sample-tokens", "0", "--compile", "false")
-    for layout in _LAYOUTS:
+    for layout in filter(setting.fits, _LAYOUTS):
         problems = setting.train(f"memory-{layout}", *model, "--ds-config", layout, "--steps", "3", "--save-every",
                                  "-1")
         found += problems

@@ -23,13 +23,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from faulty_rank import FAULTS
 from sections import SECTIONS, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINES = ROOT / "benchmarks" / "results" / "machines"
 PAGE = ROOT / "benchmarks" / "results" / "machines.md"
-_DEVICE_COUNTS = ("import torch; print(next(((kind, module.device_count()) for kind in ('cuda', 'xpu')"
-                  " if (module := getattr(torch, kind)).is_available()), ('cpu', 0)))")
+_ABOUT_DEVICES = """
+import json, torch
+kind = next((kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()), "cpu")
+module = getattr(torch, kind)
+print(json.dumps([kind, 0, 0] if kind == "cpu" else
+                 [kind, module.device_count(), module.get_device_properties(0).total_memory / 1e9]))
+"""
 
 
 def main() -> int:
@@ -37,11 +43,11 @@ def main() -> int:
     if options.page:
         PAGE.write_text(page([json.loads(path.read_text()) for path in sorted(MACHINES.glob("*.json"))]))
         return 0
-    kind, count = _devices()
+    kind, count, memory = _devices()
     device = options.device or kind
     with tempfile.TemporaryDirectory(prefix="several-") as folder:
         setting = Setting(options.ranks, device, Path(folder), shares_device=0 < count < options.ranks
-                          and device != "cpu", plant=options.plant)
+                          and device != "cpu", plant=options.plant, device_gb=memory)
         result: dict[str, Any] = {
             "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}", "commit": _commit(),
             "ranks": options.ranks, "device": device, "devices": count, "sections": {}}
@@ -65,14 +71,19 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME,…", help=", ".join(SECTIONS))
     parser.add_argument("--plant", metavar="FAULT", help="plant a fault (faulty_rank.py), which must be found")
     parser.add_argument("--page", action="store_true")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if unknown := set((options.only or "").split(",")) - {*SECTIONS, ""}:
+        parser.error(f"--only {', '.join(unknown)}: the sections are {', '.join(SECTIONS)}")
+    if options.plant not in (None, *FAULTS):
+        parser.error(f"--plant {options.plant}: the faults are {', '.join(FAULTS)}")
+    return options
 
 
-def _devices() -> tuple[str, int]:
-    """Return the kind and number of this node's devices, in a process that then releases them."""
-    printed = subprocess.run([sys.executable, "-c", _DEVICE_COUNTS], capture_output=True, text=True, check=True)
-    kind, count = json.loads(printed.stdout.strip().replace("(", "[").replace(")", "]").replace("'", '"'))
-    return kind, count
+def _devices() -> tuple[str, int, float]:
+    """Return kind, number, and memory in GB of this node's devices, from a process that then releases them."""
+    printed = subprocess.run([sys.executable, "-c", _ABOUT_DEVICES], capture_output=True, text=True, check=True)
+    kind, count, memory = json.loads(printed.stdout)
+    return kind, count, memory
 
 
 def _commit() -> str:

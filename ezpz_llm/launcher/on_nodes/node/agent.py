@@ -61,6 +61,7 @@ _NICE = 10
 _LINGER_S = 2.0
 """Time for launcher processes on the node to exit after their ranks, in a run that is being ended."""
 
+
 def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> int:
     """Fork the node's agent from the shim of local rank 0, after `files.register_shim`, and return its process id.
 
