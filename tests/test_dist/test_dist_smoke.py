@@ -284,7 +284,7 @@ def test_a_doubled_own_value_is_a_wrong_sum(ranks_a_node, monkeypatch):
     """The test includes pairs at several distances, and both ranks of a pair."""
     world = 2 * ranks_a_node
 
-    def gather(into: list, value: object) -> None:
+    def gather(into: list, value: object, group: object) -> None:
         into[:] = [f"n{rank // ranks_a_node}" for rank in range(world)] if isinstance(value, str) else [value]
 
     monkeypatch.setattr(torch_dist, "all_gather_object", gather)
