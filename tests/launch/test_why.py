@@ -68,8 +68,8 @@ time.sleep(60)
     assert (answer["state"], answer["code"], answer["kind"], answer["rank"]) == ("ended", 1, "exception", 1)
     assert answer["record"]["exception"]["message"] == "bad"
     assert answer.keys() == {"state", "code", "cause", "kind", "rank", "text", "evidence", "failure_text", "hosts",
-                           "only", "ranks", "waiting", "collectives", "record", "followers", "absent", "said", "try",
-                           "resume"}
+                           "only", "ranks", "waiting", "collectives", "record", "followers", "absent", "said",
+                           "try", "resume"}
     well = launch(tmp_path, "--run-dir", "well", "-n", "2", "hostname")
     assert well.returncode == 0
     assert _why(tmp_path, "well").splitlines()[1] == "all ranks succeeded"
