@@ -38,6 +38,7 @@ def test_suite_passes_on_cpu_ranks(tmp_path: Path) -> None:
     assert code == 0, {name: section["found"] for name, section in sections.items()}
     assert set(sections) == {"collectives", "certify", "checkpoint", "pipelines", "hang", "speed", "memory"}
     assert len(sections["memory"]["runs"]) == 12
+    assert sections["speed"]["runs"]["tiny-gpt2"]["step_time"]["median"] > 0
 
 
 @pytest.mark.full

@@ -234,7 +234,7 @@ def speed(setting: Setting) -> dict[str, Any]:
         explained = subprocess.run(explain, capture_output=True, text=True, check=False, timeout=300)
         found += [] if explained.returncode == 0 else [f"explain: {explained.stderr[-300:]}"]
         causes = json.loads(explained.stdout)["causes"][:3] if explained.returncode == 0 else []
-        runs[model] = {**{name: record["summary"].get(name) for name in ("step_time_s", "mfu", "ceiling_share")},
+        runs[model] = {**{name: record["summary"].get(name) for name in ("step_time", "mfu", "ceiling_share")},
                        "memory": record.get("memory"), "environment": record["environment"],
                        "causes": [(cause["kind"], cause["share"]) for cause in causes]}
     return {"found": found, "runs": runs}
