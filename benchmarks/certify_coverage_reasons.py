@@ -115,6 +115,7 @@ REASONS = {
         "model/config.py:*", "model/partition.py:*",
     ),
     "setup of the process group": (
+        "dist/control_group.py:*", "dist/collective_network.py:*", "dist/collective_records.py:*",
         "dist/rendezvous.py:*", "dist/setup.py:*", "dist/process_group.py:*", "dist/freed_memory.py:*",
         "dist/shared_run_dir.py:*",
     ),
