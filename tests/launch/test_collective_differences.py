@@ -72,14 +72,25 @@ def test_sizes_of_an_all_to_all_may_differ(tmp_path: Path) -> None:
     assert text == "all ranks called the same collectives, the last one all_to_all(BFloat16 3)"
 
 
-def test_earliest_difference_of_several_groups_is_named(tmp_path: Path) -> None:
-    """Rank 3 hangs outside of collectives: its peer waits for it, and then the others wait for the peer."""
+@pytest.mark.parametrize("later", [30, 15])
+def test_cause_is_named_if_several_groups_differ(later: int, tmp_path: Path) -> None:
+    """Rank 3 hangs outside of collectives: its peer waits for it, and the others, also if earlier, for both."""
     assert described(
         tmp_path,
-        *[[call(1, at=10), call(1, group=PEERS, at=20), call(2, at=30)]] * 2,
+        *[[call(1, at=10), call(1, group=PEERS, at=12), call(2, at=later)]] * 2,
         [call(1, at=10), call(1, group=("9", "mesh_tp"), at=21)],
         [call(1, at=10)], members={"7d1c": "[0, 1]", "9": "[2, 3]"}) == (
         "rank 3 did not call collective 1 of the group of ranks 2-3, all_reduce(BFloat16 8), which rank 2 called")
+
+
+def test_different_calls_are_the_cause_of_missing_ones(tmp_path: Path) -> None:
+    """Ranks 0 and 1 reach their next collective before ranks 2 and 3 reach the one in which they differ."""
+    pair = ("9", "mesh_tp")
+    text = described(tmp_path, *[[call(1, at=10), call(2, at=11)]] * 2,
+                     [call(1, at=10), call(1, "broadcast", group=pair, at=20)],
+                     [call(1, at=10), call(1, group=pair, at=21)])
+    assert text == ("ranks differ in collective 1 of the group of ranks 2-3: rank 2: broadcast(BFloat16 8); "
+                    "rank 3: all_reduce(BFloat16 8)")
 
 
 def test_records_of_different_lengths_and_sends_are_no_difference(tmp_path: Path) -> None:

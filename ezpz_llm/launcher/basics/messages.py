@@ -19,7 +19,7 @@ from ezpz_llm.core.rundir import RunDir
 from ezpz_llm.launcher.basics.node_folder import wake
 
 _LOGS = "logs"
-_RECORDS_WITHIN_S = 1.0
+_RECORDS_WITHIN_S = 2.0
 """Seconds in which ranks write records of their collectives (training/dist/collective_records.py)."""
 _MAX_BYTES = 1 << 20
 """Size limit of an order, since every agent reads it up to once a second. Its longest part is the list of ranks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ezpz_llm.core.base import group_by_key
 from ezpz_llm.core.rundir import RunDir
@@ -16,6 +17,22 @@ _WORLD = "default_pg"
 """torch's description of the group of all ranks."""
 
 _Records = Mapping[int, CollectiveRecord]
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """First difference in a group.
+
+    Attributes:
+        created: time of the collective.
+        missing: ranks that did not call it; empty if the ranks called different collectives.
+        waiting: ranks that called it.
+    """
+
+    text: str
+    created: int
+    missing: frozenset[int]
+    waiting: frozenset[int]
 
 
 def describe_difference(run_dir: RunDir, world_size: int, since: float = 0.0, *,
@@ -39,14 +56,25 @@ def describe_difference(run_dir: RunDir, world_size: int, since: float = 0.0, *,
     groups = sorted({name for record in records.values() for name in record.groups})
     differences = [difference for name in groups if (difference := _first_difference(name, records)) is not None]
     if differences:
-        return min(differences)[1]
+        return _find_cause(differences).text
     if missing := [rank for rank in range(world_size) if rank not in records]:
         return (f"{rank_ranges(missing)} wrote no record of collectives; those of {rank_ranges(records)} agree")
     return f"all ranks called the same collectives, the last one {max(last_calls, key=lambda call: call.created)}"
 
 
-def _first_difference(name: str, records: _Records) -> tuple[int, str] | None:
-    """Return the time and description of the first difference in a group, or None if its ranks agree."""
+def _find_cause(differences: Sequence[_Difference]) -> _Difference:
+    """Return the difference that explains the others.
+
+    It is one in which ranks called different collectives, else one whose missing ranks wait in no other group. Time
+    is not enough: other ranks may reach their next collective earlier.
+    """
+    waiting = frozenset().union(*(difference.waiting for difference in differences))
+    causes = [difference for difference in differences if not difference.missing & waiting]
+    return min(causes or differences, key=lambda difference: (bool(difference.missing), difference.created))
+
+
+def _first_difference(name: str, records: _Records) -> _Difference | None:
+    """Return the first difference in a group, or None if its ranks agree."""
     calls = {rank: {call.number: call for call in records[rank].groups[name].calls}
              for rank in records if name in records[rank].groups}
     calls = {rank: by_number for rank, by_number in calls.items() if by_number}
@@ -60,8 +88,8 @@ def _first_difference(name: str, records: _Records) -> tuple[int, str] | None:
         kinds = group_by_key((_comparable(call), rank) for rank, call in of_number.items())
         if len(kinds) > 1:
             different = "; ".join(f"{rank_ranges(ranks)}: {of_number[ranks[0]]}" for ranks in kinds.values())
-            return (min(call.created for call in of_number.values()),
-                    f"ranks differ in collective {number} {what}: {different}")
+            return _Difference(f"ranks differ in collective {number} {what}: {different}",
+                               min(call.created for call in of_number.values()), frozenset(), frozenset(of_number))
     last = {**{rank: max(by_number) for rank, by_number in calls.items()}, **dict.fromkeys(absent, 0)}
     number = min(last.values()) + 1
     if number > max(last.values()):
@@ -70,8 +98,9 @@ def _first_difference(name: str, records: _Records) -> tuple[int, str] | None:
     called = sorted(rank for rank in last if last[rank] >= number)
     call = next((calls[rank][number] for rank in called if number in calls[rank]), None)
     created = call.created if call is not None else min(min(calls[rank].items())[1].created for rank in called)
-    return created, (f"{rank_ranges(missing)} did not call collective {number} {what}, "
-                     f"{'' if call is None else f'{call}, '}which {rank_ranges(called)} called")
+    text = (f"{rank_ranges(missing)} did not call collective {number} {what}, "
+            f"{'' if call is None else f'{call}, '}which {rank_ranges(called)} called")
+    return _Difference(text, created, frozenset(missing), frozenset(called))
 
 
 def _comparable(call: Call) -> tuple[str, str]:
