@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
+import os
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -79,6 +81,9 @@ def test_a_missing_attribute_of_modules_is_reported_at_import(monkeypatch: pytes
 
 @pytest.mark.parametrize(("function", "module", "name"), [
     (torch_internals.compile_times, "torch._dynamo.utils", "calculate_time_spent"),
+    (torch_internals.graphs_not_loaded, "torch._dynamo.utils", "counters"),
+    (partial(torch_internals.compile_graph, None, ()), "torch._dynamo", "lookup_backend"),
+    (partial(torch_internals.compile_graph, None, ()), "torch._functorch", "config"),
     (torch_internals.make_fake_store, "torch.testing._internal.distributed.fake_pg", "FakeStore")])
 def test_a_missing_name_of_a_module_imported_on_use_is_reported(monkeypatch: pytest.MonkeyPatch, function: Any,
                                                                 module: str, name: str) -> None:
@@ -343,6 +348,17 @@ def test_functions_of_lists_change_every_tensor() -> None:
     assert [tensor[0].item() for tensor in tensors] == [4, 6]
     torch_internals.foreach_copy_(tensors, [torch.zeros(4), torch.ones(1)])
     assert [tensor[0].item() for tensor in tensors] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_graph_is_compiled_with_its_backward_pass_unless_the_cache_has_it(tmp_path: Path) -> None:
+    code = ("import torch\nfrom ezpz_llm.training.dist.torch_internals import compile_graph, graphs_not_loaded\n"
+            "torch.compile(lambda x: x.sin().sum(), backend=compile_graph)(torch.ones(2, requires_grad=True))\n"
+            "print(graphs_not_loaded())")
+    for compiled in ("2", "0"):
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(300),
+                                 env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, check=False)
+        assert (process.stdout.strip(), process.returncode) == (compiled, 0), process.stderr
 
 
 def test_compile_times_are_seconds_by_phase() -> None:

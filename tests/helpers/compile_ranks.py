@@ -44,7 +44,7 @@ def count(dist: Dist, run: str) -> dict[str, int]:
     with mock.patch.object(nn.Module, "compile", only_traces):
         compile_blocks(model)
     if hasattr(model, "lm_head"):
-        model.lm_head.compiled = False
+        model.lm_head.compiler = None
     engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                           param_groups=decay_groups(model, 0.1))
     counts = []

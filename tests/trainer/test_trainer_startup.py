@@ -40,6 +40,8 @@ def test_a_run_reports_the_durations_of_its_start_up(tmp_path) -> None:
     assert all(seconds > -0.02 for seconds in startup["seconds"].values())
     assert startup["total_s"] == pytest.approx(sum(startup["seconds"].values()))
     assert startup["seconds"]["compiling"] > 0.1
+    assert startup["graphs"]["compiled"] + startup["graphs"]["loaded"] > 0
+    assert f"compiled   {startup['graphs']['compiled']} graphs" in done.stdout
     assert 0.5 < startup["seconds"]["imports"] < startup["total_s"] < took
 
 

@@ -69,7 +69,7 @@ from ezpz_llm.core.base.schema import (
     epoch,
     whole_number,
 )
-from ezpz_llm.core.base.system_queries import ask_command, command_line, system_link, system_text
+from ezpz_llm.core.base.system_queries import ask_command, command_line, processor_id, system_link, system_text
 from ezpz_llm.core.base.untrusted_input import (
     JsonText,
     NoFile,
@@ -142,7 +142,7 @@ __all__ = [
     "parse_json",
     "parse_plain_json",
     "parse_toml",
-    "print_lines",
+    "print_lines", "processor_id",
     "read_bytes",
     "read_commented_json",
     "read_json",

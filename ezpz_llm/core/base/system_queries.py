@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +44,19 @@ def system_link(path: str | Path) -> str:
 def command_line(pid: int) -> str:
     """Return the command line of a process, joined by spaces; empty if the process has exited."""
     return system_text(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
+
+
+@functools.cache
+def processor_id() -> str:
+    """Return a short hash of the processor's model and instruction sets."""
+    import hashlib  # loads OpenSSL, which most commands do not need
+
+    first = takewhile(str.strip, system_text("/proc/cpuinfo").splitlines(keepends=True))
+    lines = {line.split(":")[0].strip(): line for line in first}
+    if not lines:
+        return platform.processor() or "unknown"
+    identity = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
 
 class Answer(NamedTuple):

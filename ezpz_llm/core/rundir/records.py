@@ -168,11 +168,19 @@ class Memory(Struct, frozen=True):
     host_peak: Whole | None = None
 
 
+class CompiledGraphs(Struct, frozen=True):
+    """`graphs` of `startup`: graphs that ranks compiled, and that ranks loaded, summed over ranks."""
+
+    compiled: Whole
+    loaded: Whole
+
+
 class Startup(Struct, frozen=True):
-    """`startup` in run.json: seconds until the end of the first step, by part."""
+    """`startup` in run.json: seconds until the end of the first step, by part. `graphs` is for --compile only."""
 
     seconds: dict[str, float] = {}
     total_s: float = 0.0
+    graphs: CompiledGraphs | None = None
 
 
 class Rollback(Struct, frozen=True):

@@ -9,6 +9,7 @@ Private names of DeepSpeed are in `deepspeed_names.py`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
@@ -190,3 +191,20 @@ def compile_times() -> dict[str, float]:
     """Return the seconds that torch.compile spent in each phase. Imports torch._dynamo, so call it only after a
     compilation."""
     return find("torch._dynamo.utils", "calculate_time_spent")()
+
+
+def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """Compile a graph with inductor, and its backward pass at once, as far as this torch can.
+
+    By default, torch compiles the backward pass when it first runs, outside of the call of a backend.
+    """
+    inductor: Callable[..., Any] = find("torch._dynamo", "lookup_backend")("inductor")
+    config, name = find("torch._functorch", "config"), "force_non_lazy_backward_lowering"
+    with config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext():
+        return inductor(graph, inputs)
+
+
+def graphs_not_loaded() -> int:
+    """Return the number of graphs that inductor has compiled in this process because its cache had no entry."""
+    counts = find("torch._dynamo.utils", "counters")["inductor"]
+    return counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import fcntl
-import functools
-import hashlib
 import importlib.util
 import os
 import platform
@@ -18,12 +16,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 
 import psutil
 
-from ezpz_llm.core.base import UserError, cache_dir, installed, print_lines, system_text, unknown_name_error
+from ezpz_llm.core.base import (
+    UserError,
+    cache_dir,
+    installed,
+    print_lines,
+    processor_id,
+    unknown_name_error,
+)
 from ezpz_llm.launcher.basics.variables import BUILDING
 from ezpz_llm.training.dist import Heartbeat
 from ezpz_llm.training.layout.layout import Layout
@@ -50,7 +54,7 @@ def ops_dir() -> Path:
     """
     versions = "-".join(f"{name}{_version(name)}" for name in ("torch", "deepspeed"))
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return cache_dir() / "ops" / f"{python}-{versions}-{platform.machine()}-{_processor()}"
+    return cache_dir() / "ops" / f"{python}-{versions}-{platform.machine()}-{processor_id()}"
 
 
 def building_dir() -> Path:
@@ -95,17 +99,6 @@ def _version(name: str) -> str:
         raise UserError(f"{name} is not installed in this Python", where=sys.executable,
                         instead=f"pip install {name}, or run inside launchers/with-env")
     return version
-
-
-@functools.cache
-def _processor() -> str:
-    """Return a short hash of the processor's model and instruction sets."""
-    first = takewhile(str.strip, system_text("/proc/cpuinfo").splitlines(keepends=True))
-    lines = {line.split(":")[0].strip(): line for line in first}
-    if not lines:
-        return platform.processor() or "unknown"
-    identity = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
-    return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
 
 def _installed_ops() -> frozenset[str]:

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from ezpz_llm.training.data.samples import IGNORED
 from ezpz_llm.training.dist.device import device_memory
+from ezpz_llm.training.model.compile import Compiler
 from ezpz_llm.training.model.embedding import Columns
 from ezpz_llm.training.model.loss_chunk import choose_chunk, max_logits
 
@@ -103,7 +104,7 @@ def most_logits_on(device: torch.device) -> int:
 
 def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: Reduction = "mean", *,
                            chunk: int, z_loss: float = 0.0, columns: Columns = Columns(),  # noqa: B008
-                           compiled: bool = False) -> Tensor:
+                           compiler: Compiler | None = None) -> Tensor:
     """Compute the loss from hidden states (B, T, C), the head's weight (V/R, C) and targets (B, T), in fp32.
 
     Equals `cross_entropy` of their product, up to the order of sums, except that "rows" has no gradient. Matmuls
@@ -112,7 +113,7 @@ def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, redu
     Args:
         chunk: tokens per chunk.
         z_loss, columns: as in `cross_entropy`.
-        compiled: True to process logits with a kernel of torch.compile, instead of one kernel per operation.
+        compiler: backend of torch.compile that makes a kernel for the logits; None for one kernel per operation.
     """
     kind = hidden.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # not on the meta device
@@ -120,7 +121,7 @@ def _chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, redu
     with torch.autocast(kind, enabled=False) if casts else nullcontext():
         return _ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets, _LossOptions(
             reduction, chunk, z_loss, columns, dtype, torch.is_grad_enabled() and reduction != "rows",
-            compiled))
+            compiler))
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class _LossOptions:
     columns: Columns
     dtype: torch.dtype
     gradients: bool
-    compiled: bool
+    compiler: Compiler | None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -145,8 +146,8 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, options.dtype, *(options.gradients and need
                                                                 for need in ctx.needs_input_grad[:2]))
         cast = weight.to(options.dtype)
-        buffer_type = _CompiledBuffer if options.compiled else _Buffer
-        buffer = buffer_type(min(options.chunk, len(hidden)), len(weight), options.dtype, hidden.device)
+        size = min(options.chunk, len(hidden)), len(weight), options.dtype, hidden.device
+        buffer = _Buffer(*size) if options.compiler is None else _CompiledBuffer(options.compiler, *size)
         losses = torch.empty(len(hidden), device=hidden.device)
         for start in range(0, len(hidden), options.chunk):
             part = slice(start, start + options.chunk)
@@ -162,7 +163,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if options.z_loss or options.columns.ranks > 1:
                     factor = torch.exp(lse - normalizer) * (1 + 2 * options.z_loss * normalizer)
                 gradients.add(part, buffer.gradient(logits, lse, factor, index, inside), rows, cast, counted[part])
-        ctx.weight_dtype, ctx.compiled = weight.dtype, options.compiled
+        ctx.weight_dtype, ctx.compiler = weight.dtype, options.compiler
         ctx.save_for_backward(gradients.hidden, gradients.weight,
                               counted.sum() if options.reduction == "mean" else None)
         loss = reduced(losses, targets, options.reduction)
@@ -179,8 +180,9 @@ class _ChunkedLoss(torch.autograd.Function):
         # In place, since nothing else uses these tensors. Autograd would detect a second backward pass.
         if hidden is not None:
             hidden.mul_(scale)
-        if weight is not None and ctx.compiled and weight.dtype != ctx.weight_dtype:
-            weight = _compiled(_scaled)(weight, scale, ctx.weight_dtype)  # one pass for both operations
+        if weight is not None and ctx.compiler is not None and weight.dtype != ctx.weight_dtype:
+            one_pass = _compiled(_scaled, ctx.compiler)
+            weight = one_pass(weight, scale, ctx.weight_dtype)
         elif weight is not None:
             weight = weight.mul_(scale).to(ctx.weight_dtype)
         return hidden, weight, None, None
@@ -247,21 +249,26 @@ class _Buffer:
 class _CompiledBuffer(_Buffer):
     """Variant of `_Buffer` whose normalizer is a compiled kernel, which needs no fp32 copy of the logits."""
 
+    def __init__(self, compiler: Compiler, tokens: int, columns: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__(tokens, columns, dtype, device)
+        self._compiler = compiler
+
     def normalizer(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
         """Return the log-sum-exp (n) of logits (n, V/R); with `gradients`, overwrite logits by softmax."""
         if not gradients:
-            return _compiled(_normalizer)(logits)
+            return _compiled(_normalizer, self._compiler)(logits)
         # Outside of the compiled function, which would be two kernels with it.
         chosen = logits.gather(1, index[:, None])[:, 0].float()
-        result = _compiled(_softmax_in_place)(logits)
+        result = _compiled(_softmax_in_place, self._compiler)(logits)
         torch.exp(chosen - result, out=self._chosen[:len(logits)])
         return result
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
     # Not dynamic=True: with an unknown number of columns, the kernels take twice as long on an H200.
-    return torch.compile(function)
+    return torch.compile(function, backend=compiler)
 
 
 def _normalizer(logits: Tensor) -> Tensor:
@@ -360,7 +367,7 @@ class Head(nn.Linear):
         loss_chunk: tokens per chunk of logits; None for a default by shape; 0 for all logits at once, which are
             then kept until the backward pass.
         z_loss: weight of the z-loss; see `cross_entropy`.
-        compiled: True to use torch.compile for operations on a chunk's logits.
+        compiler: backend of torch.compile for operations on a chunk's logits; None to run them one by one.
     """
 
     def __init__(self, width: int, vocabulary: int, columns: Columns = Columns()) -> None:  # noqa: B008
@@ -368,7 +375,7 @@ class Head(nn.Linear):
         self.columns = columns
         self.loss_chunk: int | None = None
         self.z_loss = 0.0
-        self.compiled = False
+        self.compiler: Compiler | None = None
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return logits (B, T, V/R) of hidden states (B, T, C), or with targets (B, T) the loss."""
@@ -378,7 +385,7 @@ class Head(nn.Linear):
             return cross_entropy(super().forward(x), targets, reduction, self.z_loss, self.columns)
         chunk = self.loss_chunk or choose_chunk(targets.numel(), len(self.weight), most_logits_on(x.device))
         return _chunked_cross_entropy(x, self.weight, targets, reduction, chunk=chunk, z_loss=self.z_loss,
-                                      columns=self.columns, compiled=self.compiled)
+                                      columns=self.columns, compiler=self.compiler)
 
 
 def configure_head(model: nn.Module, loss_chunk: int | None, z_loss: float = 0.0) -> None:

@@ -35,6 +35,7 @@ from ezpz_llm.training.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.training.model.document_mask import mask_documents
 from ezpz_llm.training.model.init import decay_groups
 from ezpz_llm.training.model.loss import configure_head
+from ezpz_llm.training.model.shared_compilation import SharedCompiler
 from ezpz_llm.training.observe import MetricsLog, StepTimeline, Tracking, WallClock
 from ezpz_llm.training.observe.history import rename_old_metrics
 from ezpz_llm.training.observe.trackers import parse_trackers
@@ -109,7 +110,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     work, flops = step_work(plan, dist)
     clock.passed("measuring the device")
     separator = document_separator(tokens, SEPARATOR_ADVICE) if config.mask_documents else None
-    engine = make_engine(plan, dist, separator)
+    compiler = SharedCompiler(dist) if config.compile else None
+    engine = make_engine(plan, dist, separator, compiler)
     clock.passed("engine")
     first_step, state = 0, None
     if config.resume is not None:
@@ -120,8 +122,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
                          flush_every=config.log_every, tracking=tracking)
     describe_run(plan, tokens, work, flops, dist)
     items = hellaswag_items(config, tokens, dist)
-    ordered = ordered_callbacks(plan, dist, engine, tokens, clock, first_step=first_step, items=items,
-                                prompt=prompt, added=callbacks)
+    ordered = ordered_callbacks(plan, dist, engine, tokens, clock, first_step=first_step, compiler=compiler,
+                                items=items, prompt=prompt, added=callbacks)
     context = CallbackContext(dist, engine.module, first_step, config.steps, data, metrics)
     all_callbacks = Callbacks(ordered, context)
     all_callbacks.describe_added()
@@ -135,11 +137,13 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
                    first_step)
 
 
-def make_engine(plan: RunPlan, dist: Dist, separator: int | None = None) -> Engine:
+def make_engine(plan: RunPlan, dist: Dist, separator: int | None = None,
+                compiler: SharedCompiler | None = None) -> Engine:
     """Build the model and the engine of the plan's layout.
 
     Args:
         separator: token between documents, if the model masks other documents.
+        compiler: compiler of the blocks, if the plan compiles them; by default, each rank compiles with inductor.
     """
     config = plan.config
     source = plan.init_weights_source
@@ -151,7 +155,7 @@ def make_engine(plan: RunPlan, dist: Dist, separator: int | None = None) -> Engi
         configure_head(model, config.loss_chunk, config.z_loss)
         recompute_blocks(model, config.recompute)
         if config.compile:
-            compile_blocks(model)
+            compile_blocks(model, compiler or "inductor")
         engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
                               eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
         if weights is not None:

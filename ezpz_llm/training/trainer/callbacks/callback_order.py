@@ -27,6 +27,7 @@ from ezpz_llm.training.data.shards import TokenData
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.evaluate.hellaswag import Item
+from ezpz_llm.training.model.shared_compilation import SharedCompiler
 from ezpz_llm.training.observe import WallClock
 from ezpz_llm.training.trainer.callbacks.callback import Callback
 from ezpz_llm.training.trainer.callbacks.hellaswag_score import HellaSwagScore
@@ -40,17 +41,18 @@ from ezpz_llm.training.trainer.plan import RunPlan
 
 
 def ordered_callbacks(plan: RunPlan, dist: Dist, engine: Engine, data: TokenData, clock: WallClock, *,
-                      first_step: int, items: Sequence[Item], prompt: np.ndarray | None,
-                      added: Sequence[Callback]) -> list[Callback]:
+                      first_step: int, compiler: SharedCompiler | None, items: Sequence[Item],
+                      prompt: np.ndarray | None, added: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks of a run.
 
     Args:
+        compiler: compiler of the blocks; None if they are not compiled.
         items: HellaSwag items; empty if they are not scored.
         prompt: prompt of the samples; None if there are no samples.
         added: callbacks of other packages or of the caller.
     """
     return [
-        StartupReport(plan, clock),
+        StartupReport(plan, clock, compiler),
         *profiles(plan, dist, engine, clock, first_step),
         SpikeGuard(plan.config, engine),
         SelfChecks(plan, engine, first_step),

@@ -12,9 +12,10 @@ import psutil
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.core.base.label_rows import align_rows
-from ezpz_llm.core.rundir.records import Launch, Startup, read_record
+from ezpz_llm.core.rundir.records import CompiledGraphs, Launch, Startup, read_record
 from ezpz_llm.launcher.basics.variables import RUN_ID_VARIABLE
 from ezpz_llm.training.model.compile import seconds_compiling
+from ezpz_llm.training.model.shared_compilation import SharedCompiler
 from ezpz_llm.training.observe import WallClock, terminal_width
 from ezpz_llm.training.observe.throughput import format_duration
 from ezpz_llm.training.trainer.callbacks.callback import Callback, CallbackContext
@@ -28,8 +29,8 @@ _STEPS_TIMED = 3
 class StartupReport(Callback):
     """Report of the start-up after the first step, and of the expected end a few steps later, on rank 0."""
 
-    def __init__(self, plan: RunPlan, clock: WallClock) -> None:
-        self._plan, self._clock = plan, clock
+    def __init__(self, plan: RunPlan, clock: WallClock, compiler: SharedCompiler | None) -> None:
+        self._plan, self._clock, self._compiler = plan, clock, compiler
         self._steps = 0
 
     def on_step_end(self, context: CallbackContext) -> None:
@@ -52,11 +53,14 @@ class StartupReport(Callback):
             with contextlib.suppress(UserError):  # an unreadable record
                 launched_at = (read_record(context.dist.run_dir).launch or Launch()).started
         seconds = durations(self._clock.marks, _process_start_time(), launched_at)
-        if self._plan.config.compile:
+        graphs = None
+        if self._compiler is not None:
             seconds["compiling"] = seconds_compiling()
             seconds["first step"] -= seconds["compiling"]
+            graphs = CompiledGraphs(*self._compiler.counts())
         total = sum(seconds.values())
-        context.dist.side.update_record(context.dist.run_dir, startup=Startup(seconds=seconds, total_s=total))
+        context.dist.side.update_record(context.dist.run_dir,
+                                        startup=Startup(seconds=seconds, total_s=total, graphs=graphs))
         if not self._plan.verbose:
             text = f"the first step finished {format_duration(total)} after the ranks were started"
             context.print(align_rows([("start-up", text)], terminal_width()).removesuffix("\n"))
@@ -65,6 +69,9 @@ class StartupReport(Callback):
         parts = ", ".join(f"{'rendezvous' if name == 'meeting' else name} {duration_s:.1f}"
                           for name, duration_s in seconds.items())
         context.print(f"start-up   {total:.1f} s to the end of the first step: {parts}")
+        if graphs is not None:
+            context.print(f"compiled   {graphs.compiled} graphs, {graphs.loaded} loaded (from other ranks or "
+                          "earlier runs)")
 
 
 Marks = Sequence[tuple[str, float]]
