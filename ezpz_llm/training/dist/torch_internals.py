@@ -198,8 +198,8 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any
 
     By default, torch compiles the backward pass when it first runs, outside of the call of a backend.
     """
-    inductor: Callable[..., Any] = find("torch._dynamo", "lookup_backend")("inductor")
     config, name = find("torch._functorch", "config"), "force_non_lazy_backward_lowering"
+    inductor: Callable[..., Any] = find("torch._dynamo", "lookup_backend")("inductor")
     with config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext():
         return inductor(graph, inputs)
 
