@@ -83,7 +83,7 @@ def test_a_missing_attribute_of_modules_is_reported_at_import(monkeypatch: pytes
     (torch_internals.compile_times, "torch._dynamo.utils", "calculate_time_spent"),
     (torch_internals.graphs_not_loaded, "torch._dynamo.utils", "counters"),
     (partial(torch_internals.compile_graph, None, ()), "torch._dynamo", "lookup_backend"),
-    (partial(torch_internals.compile_graph, None, ()), "torch._functorch", "config"),
+    (partial(torch_internals.compile_graph, None, ()), "torch._functorch.config", "patch"),
     (torch_internals.make_fake_store, "torch.testing._internal.distributed.fake_pg", "FakeStore")])
 def test_a_missing_name_of_a_module_imported_on_use_is_reported(monkeypatch: pytest.MonkeyPatch, function: Any,
                                                                 module: str, name: str) -> None:

@@ -198,9 +198,10 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any
 
     By default, torch compiles the backward pass when it first runs, outside of the call of a backend.
     """
-    config, name = find("torch._functorch", "config"), "force_non_lazy_backward_lowering"
+    config, name = "torch._functorch.config", "force_non_lazy_backward_lowering"
+    patch = find(config, "patch")
     inductor: Callable[..., Any] = find("torch._dynamo", "lookup_backend")("inductor")
-    with config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext():
+    with patch({name: True}) if hasattr(sys.modules[config], name) else contextlib.nullcontext():
         return inductor(graph, inputs)
 
 
