@@ -14,7 +14,7 @@ REASONS = {
         "engine/fsdp2_engine.py:_FsdpState.*", "evaluate/generation.py:generate:*",
         "evaluate/model.py:open_model:*", "evaluate/tasks.py:run_*", "layout/optimizers/adamw_8bit.py:*",
         "layout/optimizers/muon.py:*", "layout/resolve.py:_Inputs.gradients:value*",
-        "model/compile.py:recompute_blocks:*",
+        "model/recomputation.py:recompute_blocks:*",
     ),
     "GPUs only": (
         "checkpoint/writer.py:capture_rng_states:states*device*",

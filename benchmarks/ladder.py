@@ -56,6 +56,7 @@ RUNGS = (
     Rung("z-loss", ("--z-loss", "1e-4"), alone=True),
     Rung("8-bit AdamW", ("--optimizer", "adamw_8bit"), alone=True),
     Rung("recompute every 2nd block", ("--recompute", "2"), alone=True),
+    Rung("recompute selectively", ("--recompute", "selective"), alone=True),
     Rung("recompute every block", ("--recompute", "1"), alone=True),
 )
 WORKS = {

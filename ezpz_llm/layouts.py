@@ -29,7 +29,7 @@ from ezpz_llm.training.layout.recommendation import (
     recommendation,
     settings_to_try,
 )
-from ezpz_llm.training.model.config import MODELS, ModelConfig, get_model_config
+from ezpz_llm.training.model.config import MODELS, ModelConfig, Recompute, get_model_config
 from ezpz_llm.training.trainer.config import FIELDS, MODEL_OVERRIDES
 
 _SHAPE = tuple(name for name in MODEL_OVERRIDES if name not in ("dropout", "bias"))
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
                         help="memory of a device: add activations, sort by what to try first, recommend a layout")
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N",
                         help="largest number of sequences in a micro-batch, for activations (%(default)s)")
-    parser.add_argument("--recompute", type=int, default=0, metavar="N",
+    parser.add_argument("--recompute", type=_recompute, default=0, metavar="selective|N",
                         help=FIELDS["recompute"].metadata["help"])
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     options = parser.parse_args(argv)
@@ -100,13 +100,25 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _recompute(text: str) -> Recompute:
+    """Return the value of --recompute.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is neither "selective" nor a number of at least 0.
+    """
+    if text == "selective":
+        return "selective"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither selective nor a number of at least 0")
+    return int(text)
+
+
 def _recommend(options: argparse.Namespace, model: ModelConfig, name: str, typed: list[str]) -> int:
     if options.world is None or options.json:
         raise UserError("--memory requires --world and does not support --json", instead="--world 64 --memory 80")
-    if not 0 < options.memory < 1e6 or options.micro_batch_size < 1 or options.recompute < 0:
-        raise UserError(f"invalid memory of {options.memory:g} GB, micro-batch of {options.micro_batch_size}, or "
-                        f"recompute {options.recompute}", where="--memory, --micro-batch-size, --recompute",
-                        instead="--memory 80 --micro-batch-size 4 --recompute 1")
+    if not 0 < options.memory < 1e6 or options.micro_batch_size < 1:
+        raise UserError(f"invalid memory of {options.memory:g} GB or micro-batch of {options.micro_batch_size}",
+                        where="--memory, --micro-batch-size", instead="--memory 80 --micro-batch-size 4")
     cluster = Cluster(model, options.world, options.memory * 1e9)
     layouts = choices(model, options.world, options.ranks_per_node)
     settings = settings_to_try(options.micro_batch_size, options.recompute)

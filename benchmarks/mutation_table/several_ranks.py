@@ -10,7 +10,7 @@ from mutation_table.row import Cell, Fault, cell
 
 ADAM_8BIT = "ezpz_llm/training/layout/optimizers/adamw_8bit.py"
 AGREEMENT = "ezpz_llm/training/dist/agreement.py"
-ATTENTION = "ezpz_llm/training/model/attention_kernels.py"
+ATTENTION = "ezpz_llm/training/model/blockwise_attention.py"
 BUILD = "ezpz_llm/training/engine/build.py"
 CHAIN = "ezpz_llm/training/checkpoint/chain.py"
 DEEPSPEED = "ezpz_llm/training/engine/deepspeed_engine.py"

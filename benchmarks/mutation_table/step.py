@@ -6,7 +6,7 @@ from mutation_table.row import ARCHITECTURES, GPT2, GPT2_BF16, LLAMA, Fault, cel
 
 ADAMW = "ezpz_llm/training/layout/optimizers/adamw.py"
 BASE = "ezpz_llm/training/engine/base.py"
-BLOCKWISE = "ezpz_llm/training/model/attention_kernels.py"
+BLOCKWISE = "ezpz_llm/training/model/blockwise_attention.py"
 BUILD = "ezpz_llm/training/engine/build.py"
 DOCUMENTS = "ezpz_llm/training/model/document_mask.py"
 EMBEDDING = "ezpz_llm/training/model/embedding.py"
@@ -120,8 +120,8 @@ FAULTS = (
           GPT2_BF16),
     Fault("keys-of-other-blocks-lost", "backward", BLOCKWISE, "key_grads[:, :end] += block_key_grads", "pass",
           BLOCKS_OF_KEYS),
-    Fault("recomputed-with-other-dropout", "backward", GPT, "x, rotation, *mask, use_reentrant=False)",
-          "x, rotation, *mask, use_reentrant=False, preserve_rng_state=False)",
+    Fault("recomputed-with-other-dropout", "backward", GPT, "x, rotation, *mask, use_reentrant=False,",
+          "x, rotation, *mask, use_reentrant=False, preserve_rng_state=False,",
           RECOMPUTED),
     Fault("loss-of-the-last-micro-step", "accumulation", BASE, "loss += micro_loss.detach() / accumulation",
           "loss = micro_loss.detach()", GPT2),

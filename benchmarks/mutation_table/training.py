@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutation_table.row import ARCHITECTURES, GPT2, GPT2_BF16, Fault, cell
 
 BASE = "ezpz_llm/training/engine/base.py"
-BLOCKWISE = "ezpz_llm/training/model/attention_kernels.py"
+BLOCKWISE = "ezpz_llm/training/model/blockwise_attention.py"
 BUILD = "ezpz_llm/training/engine/build.py"
 CPU_COPY = "ezpz_llm/training/checkpoint/cpu_copy.py"
 EMBEDDING = "ezpz_llm/training/model/embedding.py"

@@ -30,13 +30,13 @@ from ezpz_llm.training.dist import Degrees
 from ezpz_llm.training.engine.pipeline_engine import PipelineEngine
 from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.layout.value_source import COMMAND_LINE
-from ezpz_llm.training.model.compile import recompute_blocks
 from ezpz_llm.training.model.config import MODELS, get_model_config
 from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.init import init_weights
 from ezpz_llm.training.model.parameters import parameter_count, placement_of
 from ezpz_llm.training.model.partition import Weights, balance, part_weights, stage_bounds
 from ezpz_llm.training.model.pipeline import PipelineStage
+from ezpz_llm.training.model.recomputation import recompute_blocks
 
 SCRIPT = HELPERS / "pipeline_ranks.py"
 STEPS, ACCUMULATION = 8, 4

@@ -19,9 +19,10 @@ from torch import nn
 from ezpz_llm.training.dist import Dist
 from ezpz_llm.training.engine.build import assemble, build_engine
 from ezpz_llm.training.layout.resolve import Request, resolve
-from ezpz_llm.training.model.compile import compile_blocks, recompute_blocks
+from ezpz_llm.training.model.compile import compile_blocks
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.init import decay_groups
+from ezpz_llm.training.model.recomputation import recompute_blocks
 
 LAYERS, LENGTH, ACCUMULATION = 4, 32, 2
 

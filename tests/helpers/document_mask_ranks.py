@@ -27,9 +27,9 @@ from ezpz_llm.training.dist import Degrees, Dist, Mesh
 from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.engine.build import assemble, build_engine
 from ezpz_llm.training.layout.resolve import Request, resolve
-from ezpz_llm.training.model.compile import recompute_blocks
 from ezpz_llm.training.model.document_mask import mask_documents
 from ezpz_llm.training.model.init import decay_groups, initial_values
+from ezpz_llm.training.model.recomputation import recompute_blocks
 
 STEPS, SEPARATOR = 3, 8
 """The separator is one in 24 tokens of `batch`, of which a sequence has 32."""

@@ -34,9 +34,9 @@ from ezpz_llm.training.engine.build import assemble, build_engine
 from ezpz_llm.training.engine.collectives import CollectiveCounter
 from ezpz_llm.training.engine.pipeline_engine import PipelineEngine
 from ezpz_llm.training.layout.resolve import Request, resolve
-from ezpz_llm.training.model.compile import recompute_blocks
 from ezpz_llm.training.model.config import ModelConfig, get_model_config
 from ezpz_llm.training.model.init import decay_groups
+from ezpz_llm.training.model.recomputation import recompute_blocks
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 8, 8, 4, 0.5, 32
 

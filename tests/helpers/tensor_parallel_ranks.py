@@ -33,13 +33,13 @@ from ezpz_llm.training.dist.setup import setup
 from ezpz_llm.training.engine.base import Engine
 from ezpz_llm.training.engine.build import assemble, build_engine
 from ezpz_llm.training.layout.resolve import Request, resolve
-from ezpz_llm.training.model.compile import recompute_blocks
 from ezpz_llm.training.model.config import ModelConfig, get_model_config
 from ezpz_llm.training.model.embedding import Columns
 from ezpz_llm.training.model.gpt import GPT
 from ezpz_llm.training.model.init import decay_groups, init_weights
 from ezpz_llm.training.model.loss import Head
 from ezpz_llm.training.model.parameters import placement_of, size, whole_box
+from ezpz_llm.training.model.recomputation import recompute_blocks
 from ezpz_llm.training.model.tensor_parallel import RankedDropout
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, VOCABULARY = 6, 8, 2, 0.5, 32, 60

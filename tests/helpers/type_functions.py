@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from type_rules import OperationRules, Types, axes_of, dual, fits, replaced, stamp
 
 from ezpz_llm.training.dist.torch_internals import find
-from ezpz_llm.training.model import attention_kernels, embedding, gpt, loss, tp_collectives
+from ezpz_llm.training.model import blockwise_attention, embedding, gpt, loss, tp_collectives
 from ezpz_llm.training.model.gpt import Block
 from ezpz_llm.training.model.parameters import placement_of
 
@@ -54,7 +54,7 @@ _FUNCTIONS: dict[Any, Callable[..., Signature | None]] = {
     loss._TokenLosses: lambda logits, targets, z_loss, columns: _loss_signature(columns, V, I),
     loss._ChunkedLoss: lambda hidden, weight, targets, options: _loss_signature(options.columns, R, V, I),
     embedding._Lookup: lambda *inputs: None,
-    attention_kernels._BlockwiseAttention: lambda *inputs: None,
+    blockwise_attention._BlockwiseAttention: lambda *inputs: None,
     gpt._Rotate: lambda *inputs: None,
 }
 """Functions that map arguments to a signature; None for a function that does not communicate."""

@@ -134,7 +134,7 @@ def _train(rank: Rank) -> None:
     for chunk, recomputes in _SETTINGS:
         configure_head(module, chunk, _Z_LOSS)
         for block in module.transformer["h"]:
-            block.recomputes = recomputes
+            block.checkpointing = {} if recomputes else None
         inputs, named = training_inputs(rank)
         program.where[:] = ["the model"]
         output = module(*inputs, **named)

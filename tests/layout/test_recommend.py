@@ -34,9 +34,9 @@ def recommended_options(text: str) -> list[str]:
     ("gpt2-124m", 8, 40, "--ds-config zero1 --precision bf16"),
     ("gpt2-124m", 1, 40, "--micro-batch-size 1 --ds-config ddp --precision bf16"),
     ("gpt2-1558m", 8, 24, "--micro-batch-size 1 --ds-config zero1 --precision bf16"),
-    ("gpt2-1558m", 8, 10, "--recompute 1 --ds-config zero1 --precision bf16"),
+    ("gpt2-1558m", 8, 10, "--recompute selective --ds-config zero1 --precision bf16"),
     ("gpt2-1558m", 8, 6, "--recompute 1 --ds-config zero3 --precision bf16"),
-    ("llama3-8b", 64, 80, "--recompute 1 --ds-config zero1 --precision bf16"),
+    ("llama3-8b", 64, 80, "--recompute selective --ds-config zero1 --precision bf16"),
 ])
 def test_the_first_layout_that_fits_is_recommended_and_runs(model, world, memory, arguments, capsys):
     text = printed(capsys, "--world", str(world), "--model", model, "--memory", str(memory),
@@ -48,12 +48,12 @@ def test_the_first_layout_that_fits_is_recommended_and_runs(model, world, memory
 
 
 def test_smaller_micro_batches_come_before_recomputation_and_both_before_other_layouts(capsys):
-    assert settings_to_try(4, 0) == [Setting(4, 0), Setting(2, 0), Setting(1, 0), Setting(4, 1), Setting(2, 1),
-                                     Setting(1, 1)]
+    assert settings_to_try(2, 0) == [Setting(2, 0), Setting(1, 0), Setting(2, "selective"), Setting(1, "selective"),
+                                     Setting(2, 1), Setting(1, 1)]
     text = printed(capsys, "--world", "8", "--model", "llama3-8b", "--memory", "80")
     assert " ".join(recommended_options(text)) == (
-        "--model llama3-8b --micro-batch-size 4 --recompute 1 --ds-config zero1 --precision bf16")
-    assert "with micro-batches of 4 sequences and recomputation" in text
+        "--model llama3-8b --micro-batch-size 1 --recompute selective --ds-config zero1 --precision bf16")
+    assert "with micro-batches of 1 sequence and recomputation" in text
 
 
 def test_a_shape_of_options_or_of_a_config_json_is_recommended_with_its_options(tmp_path, capsys):
@@ -116,11 +116,15 @@ def test_the_output_says_if_nothing_fits(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--memory", "80"], ["--memory", "-1", "--world", "8"],
-                                       ["--memory", "80", "--world", "8", "--micro-batch-size", "0"],
-                                       ["--memory", "80", "--world", "8", "--recompute", "-1"]])
+                                       ["--memory", "80", "--world", "8", "--micro-batch-size", "0"]])
 def test_invalid_numbers_are_rejected(arguments):
     with pytest.raises(UserError, match="--memory"):
         main(arguments)
+
+
+def test_invalid_recomputation_is_rejected_with_the_valid_values():
+    with pytest.raises(UserError, match="'all' is neither selective nor a number"):
+        main(["--memory", "80", "--world", "8", "--recompute", "all"])
 
 
 @pytest.mark.parametrize("option", ["-n", "--ppn", "--nodes"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ezpz_llm.training.model import attention_kernels as module
-from ezpz_llm.training.model.attention_kernels import blockwise_attention
+from ezpz_llm.training.model import blockwise_attention as module
+from ezpz_llm.training.model.blockwise_attention import blockwise_attention
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.gpt import GPT
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ezpz_llm.training.model.attention_kernels import attention_kernel
-from ezpz_llm.training.model.compile import recompute_blocks
 from ezpz_llm.training.model.config import ModelConfig, get_model_config
 from ezpz_llm.training.model.document_mask import document_mask, mask_documents
 from ezpz_llm.training.model.gpt import GPT, CausalProduct
 from ezpz_llm.training.model.init import init_weights
 from ezpz_llm.training.model.pipeline import PipelineStage
+from ezpz_llm.training.model.recomputation import recompute_blocks
 
 LENGTH, END, EARLIER, LAST = 700, 60, 61, 62
 """Longer than the key blocks of torch's CPU kernel (512) and the row blocks of ezpz_llm's (128), so that all keys

@@ -115,6 +115,7 @@ def test_numbers_of_a_ds_config_are_checked_too(tmp_path):
     (["--stpes", "5"], "--stpes", "--steps"),
     (["--preset", "shakespear-char-cpu"], "shakespear-char-cpu", "shakespeare-char-cpu"),
     (["--steps", "five"], "--steps is 'five': it must be a whole number", None),
+    (["--recompute", "all"], "--recompute is 'all': it must be a whole number or selective", None),
     (["--micro-batch-size", "x"], "--micro-batch-size is 'x': it must be a whole number or null", None),
     (["--precision", "float16"], "float16", "fp16"),
     (["--device", "gpu"], "gpu", "cpu"),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from allocations import allocated
 
 from ezpz_llm.core.base.errors import UserError
 from ezpz_llm.core.rundir import RunDir, read_lines
@@ -13,13 +14,13 @@ from ezpz_llm.core.rundir.records import read_record
 from ezpz_llm.training.engine import build, group_norms
 from ezpz_llm.training.engine.precision import autocast_forward, parameter_dtype
 from ezpz_llm.training.layout.layout import Layout
-from ezpz_llm.training.layout.memory import Pass, activation_bytes, block_bytes
-from ezpz_llm.training.model.compile import recompute_blocks
-from ezpz_llm.training.model.config import get_model_config
+from ezpz_llm.training.layout.memory import Pass, activation_bytes, block_bytes, product_bytes
+from ezpz_llm.training.model.config import Recompute, get_model_config
 from ezpz_llm.training.model.document_mask import mask_documents
 from ezpz_llm.training.model.gpt import GPT, MLP
 from ezpz_llm.training.model.init import decay_counts, decay_groups, init_weights
 from ezpz_llm.training.model.loss import configure_head
+from ezpz_llm.training.model.recomputation import recompute_blocks
 from ezpz_llm.training.trainer import run as run_module
 from ezpz_llm.training.trainer.callbacks import selfcheck
 from ezpz_llm.training.trainer.callbacks.selfcheck import SelfChecks, check_reached, check_stepped, first_loss
@@ -147,20 +148,23 @@ def test_the_band_of_a_first_loss(name, good, bad):
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "qwen3", "olmo2"])
 @pytest.mark.parametrize(("precision", "recompute", "chunk"), [
     ("fp32", 0, 0), ("fp32", 2, 64), ("bf16_autocast", 0, 64), ("bf16_autocast", 1, 0),
-    ("bf16", 0, 64), ("bf16", 1, 0), ("bf16", 0, 0)])
+    ("bf16", 0, 64), ("bf16", 1, 0), ("bf16", 0, 0),
+    ("fp32", "selective", 0), ("bf16_autocast", "selective", 64), ("bf16", "selective", 0)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_estimated_activations_equal_what_autograd_saves(shape, precision, recompute, chunk, masked):
+def test_estimated_activations_equal_the_memory_of_a_forward_pass(shape, precision, recompute, chunk, masked):
     config = get_model_config(f"tiny-{shape}", n_layer=4)
     work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True, blockwise=precision != "fp32", masked=masked)
     tokens, e = 2 * config.block_size, 4 if precision == "fp32" else 2
     passing = tokens * 4 * config.padded_vocab_size if not chunk else chunk * config.padded_vocab_size * (4 + e)
     if recompute:
         passing += tokens * block_bytes(config, 1, work)
+    if recompute == "selective":
+        passing -= tokens * product_bytes(config, 1, work)
     expected = activation_bytes(Layout("ddp", "ddp"), config, work) - passing
     assert kept(config, precision, recompute, chunk, masked) == pytest.approx(expected, rel=0.05)
 
 
-def kept(config, precision: str, recompute: int, chunk: int, masked: bool) -> int:
+def kept(config, precision: str, recompute: Recompute, chunk: int, masked: bool) -> int:
     """Return the bytes that a forward pass of 2 sequences keeps for the backward pass, without parameters."""
     model = GPT(config)
     init_weights(model, config, 1)
@@ -169,17 +173,5 @@ def kept(config, precision: str, recompute: int, chunk: int, masked: bool) -> in
     configure_head(model, chunk)
     autocast_forward(model, torch.device("cpu"), precision)
     model.to(parameter_dtype(precision))
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
-
     tokens = torch.randint(config.vocab_size, (2, config.block_size + 1))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-    assert loss.requires_grad
-    return sum(size for size, _ in saved.values())
+    return allocated(lambda: model(tokens[:, :-1], tokens[:, 1:]))

@@ -15,7 +15,7 @@ from ezpz_llm.training.layout.knobs import KNOBS, Kind, StoredState, Where
 from ezpz_llm.training.layout.layout import Layout
 from ezpz_llm.training.layout.optimizers import OPTIMIZERS, OptimizerName
 from ezpz_llm.training.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes, deepspeed_layout
-from ezpz_llm.training.model.config import AFTER, BEFORE, BLOCK, ModelConfig
+from ezpz_llm.training.model.config import AFTER, BEFORE, BLOCK, ModelConfig, Recompute
 from ezpz_llm.training.model.parameters import block_matrix_count, count, parameter_shapes
 from ezpz_llm.training.model.partition import stage_bounds
 
@@ -160,7 +160,7 @@ class Pass:
     micro_batch: int
     accumulation: int
     precision: str
-    recompute: int = 0
+    recompute: Recompute = 0
     score_bytes: int = 0
     chunk: int = 0
     cpu: bool = False
@@ -181,15 +181,20 @@ def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
 def _stage_bytes(layout: Layout, model: ModelConfig, work: Pass, blocks: range, stage: int) -> int:
     tokens = work.micro_batch * model.block_size // layout.sp
     whole = tokens * block_bytes(model, layout.tp, work) + work.score_bytes // layout.tp
-    recomputed = sum(work.recompute > 0 and (number + 1) % work.recompute == 0 for number in blocks)
-    size = (len(blocks) - recomputed) * whole + recomputed * _stream_itemsize(work) * model.n_embd * tokens
+    products = 0.0
+    if work.recompute == "selective":
+        recomputed, products = len(blocks), product_bytes(model, layout.tp, work)
+    else:
+        recomputed = sum(work.recompute > 0 and (number + 1) % work.recompute == 0 for number in blocks)
+    kept = tokens * (_stream_itemsize(work) * model.n_embd + products)
+    size = (len(blocks) - recomputed) * whole + recomputed * kept
     if RECIPES[work.precision].autocast:
         size += _cast_bytes(layout, model, len(blocks) - recomputed)
     if work.masked:  # a number for each pair of tokens in whole sequences, which all blocks share
         size += work.micro_batch * model.block_size ** 2 * _itemsize(work.precision)
     size *= min(layout.pp - stage, work.accumulation)
     if recomputed:
-        size += whole  # the block that is being recomputed
+        size += whole - tokens * products  # the block that is being recomputed
     return int(size) + (_head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
 
 
@@ -216,6 +221,17 @@ def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
     else:
         mlp = e * width + 2 * e * inside / tp
     return norms + attention + mlp + (2 * width if model.dropout else 0)
+
+
+def product_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
+    """Return the bytes per token that selective recomputation keeps of a block besides its input."""
+    queries, kv, width = model.q_width, model.kv_width, model.n_embd
+    inside = model.intermediate_size * (2 if model.mlp == "swiglu" else 1)
+    elements = (queries + 2 * kv + inside) / tp + width * (2 if model.norm_order == "after" else 1)
+    if model.dropout:  # see recomputation.py
+        return _itemsize(work.precision) * elements
+    sums = 0 if work.blockwise else 4 * model.n_head / tp
+    return _itemsize(work.precision) * (elements + queries / tp) + sums
 
 
 def _repeated_heads(model: ModelConfig) -> int:

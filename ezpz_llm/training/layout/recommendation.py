@@ -13,7 +13,7 @@ from ezpz_llm.training.layout.layout import Layout, ZeroOptions
 from ezpz_llm.training.layout.memory import Pass, activation_bytes, memory_per_rank, total, unsharded_bytes
 from ezpz_llm.training.layout.precision_recipes import check_engine
 from ezpz_llm.training.layout.suggestions import selection, shipped_layouts
-from ezpz_llm.training.model.config import ModelConfig
+from ezpz_llm.training.model.config import ModelConfig, Recompute
 from ezpz_llm.training.model.loss_chunk import choose_chunk, max_logits
 from ezpz_llm.training.observe.tables import table
 
@@ -33,13 +33,14 @@ class Setting:
     """Options that trade memory for time: sequences in a micro-batch, and the trainer's `--recompute`."""
 
     micro_batch: int
-    recompute: int
+    recompute: Recompute
 
 
-def settings_to_try(micro_batch: int, recompute: int) -> list[Setting]:
+def settings_to_try(micro_batch: int, recompute: Recompute) -> list[Setting]:
     """Return the settings in the order in which to try them: smaller micro-batches, then recomputation."""
     sizes = [micro_batch >> halvings for halvings in range(micro_batch.bit_length())]
-    return [Setting(size, kind) for kind in dict.fromkeys((recompute, 1)) for size in sizes]
+    kinds: dict[Recompute, None] = dict.fromkeys((recompute, "selective", 1))
+    return [Setting(size, kind) for kind in kinds for size in sizes]
 
 
 @dataclass(frozen=True)

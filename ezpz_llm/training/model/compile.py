@@ -1,4 +1,4 @@
-"""torch.compile and activation checkpointing, block by block."""
+"""torch.compile, block by block."""
 
 from __future__ import annotations
 
@@ -40,19 +40,3 @@ def seconds_compiling() -> float:
 def eager() -> AbstractContextManager[None]:
     """Make compiled modules run eagerly, for evaluation, whose different shapes would trigger recompilation."""
     return torch.compiler.set_stance("force_eager")
-
-
-def recompute_blocks(model: nn.Module, every: int) -> None:
-    """Enable activation checkpointing for every `every`-th block (0: none).
-
-    See Chen et al. 2016, arXiv:1604.06174. Call this before an engine wraps the blocks, so that parameters that the
-    engine gathers for a block are available in both passes.
-
-    Args:
-        model: a GPT or a stage of one. Blocks are counted from the first block of the whole model.
-    """
-    if not every:
-        return
-    for number, block in model.transformer["h"].named_children():
-        if (int(number) + 1) % every == 0:
-            block.recomputes = True

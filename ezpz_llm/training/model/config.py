@@ -22,6 +22,8 @@ NormOrder = Literal["before", "after"]
 Init = Literal["gpt2", "llama"]
 RotaryPairing = Literal["half"]
 QkvOrder = Literal["q, k, v"]
+Recompute = int | Literal["selective"]
+"""Recomputation in the backward pass: every N-th block, 0 for none, or parts of all blocks."""
 
 _CHOICES = {"norm": get_args(Norm), "position": get_args(Position), "mlp": get_args(Mlp),
             "init": get_args(Init), "qk_norm": get_args(QKNorm), "norm_order": get_args(NormOrder),

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist.torch_internals import MovableModule
-from ezpz_llm.training.model.attention_kernels import blockwise_attention, is_blockwise
+from ezpz_llm.training.model.attention_kernels import is_blockwise
+from ezpz_llm.training.model.blockwise_attention import blockwise_attention
 from ezpz_llm.training.model.config import ModelConfig
 from ezpz_llm.training.model.document_mask import loss_mask
 from ezpz_llm.training.model.embedding import TiedEmbedding
@@ -251,8 +252,8 @@ class Block(nn.Module):
     """Transformer block, (B, T, C) to (B, T, C).
 
     Attributes:
-        recomputes: True for activation checkpointing: keep only the input, and recompute activations in the
-            backward pass.
+        checkpointing: options of torch's `checkpoint` if activations are recomputed in the backward pass
+            (`recomputation.py`); None to keep them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -262,14 +263,15 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
         self.norms_after = config.norm_order == "after"
-        self.recomputes = False
+        self.checkpointing: dict[str, Any] | None = None
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, *mask: Tensor) -> Tensor:
-        """Compute the block, with activation checkpointing if `recomputes`; arguments as in `Attention`."""
+        """Compute the block, with activation checkpointing if requested; arguments as in `Attention`."""
+        if self.checkpointing is None:
+            return self._layers(x, rotation, *mask)
         # Pass checkpoint() a method, not a closure over the block: torch 2.6 guards closures by identity and would
         # compile a graph for each block.
-        return checkpoint(self._layers, x, rotation, *mask, use_reentrant=False) if self.recomputes \
-            else self._layers(x, rotation, *mask)
+        return checkpoint(self._layers, x, rotation, *mask, use_reentrant=False, **self.checkpointing)
 
     def _layers(self, x: Tensor, rotation: Rotation | None, *mask: Tensor) -> Tensor:
         if self.norms_after:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ezpz_llm.core.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, Range
 from ezpz_llm.training.layout.optimizers import OPTIMIZERS, OptimizerName
+from ezpz_llm.training.model.config import Recompute
 
 
 def _value(default: Any, help: str) -> Any:
@@ -125,7 +126,9 @@ class TrainConfig:
     optimizer: OptimizerName = _value(  # noqa: RUF009
         "adamw", "; ".join(f"{name}: {optimizer.printed}" for name, optimizer in OPTIMIZERS.items()))
     z_loss: float = _value(0.0, "weight of the squared log-normalizer in the loss, such as 1e-4")
-    recompute: int = _value(0, "recompute the activations of every N-th block in the backward pass; 0: none")
+    recompute: Recompute = _value(  # noqa: RUF009
+        0, "recompute activations in the backward pass: selective (all but the outputs of matmuls and attention), "
+           "or N for every N-th block; 0: none")
 
     seed: int = _value(1337, "seed of initialization, data order, dropout and sampling")
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = _value("auto", "auto prefers an accelerator, else cpu")
@@ -157,7 +160,7 @@ _NON_NEGATIVE = Range(0, 1e9)
 RANGES = {
     **dict.fromkeys(("steps", "decay_steps", "wsd_decay_steps", "keep_last", "bad_steps", "log_every"), _STEPS),
     **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "sample_tokens", "top_k", "keep_every",
-                     "hellaswag_every", "hellaswag_items", "trace_steps", "recompute",
+                     "hellaswag_every", "hellaswag_items", "trace_steps",
                      "loss_chunk"), _ZERO_OR_STEPS),
     "eval_tokens": Range(0, MAX_TOKENS), "save_every": Range(-1, MAX_STEPS),
     **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MAX_STEPS)),

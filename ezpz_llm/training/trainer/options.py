@@ -199,7 +199,7 @@ def _type_error(error: Exception, *, is_option: bool, where: str) -> UserError:
     option = option_of(name) if is_option else match[1]
     if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):
         return unknown_name_error(f"value of {option}", value, choices, where=where)
-    kinds = " or ".join(_KINDS[kind] for kind in get_args(hint) or (hint,))
+    kinds = " or ".join(_KINDS.get(kind) or " or ".join(get_args(kind)) for kind in get_args(hint) or (hint,))
     return UserError(f"{option} is {value!r}: it must be {kinds}", where=where)
 
 

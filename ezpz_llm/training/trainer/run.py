@@ -31,10 +31,11 @@ from ezpz_llm.training.engine.precision import native_precision
 from ezpz_llm.training.evaluate.validation import open_corpus
 from ezpz_llm.training.hf.weights import open_for_ranks
 from ezpz_llm.training.model.attention import use_attention
-from ezpz_llm.training.model.compile import compile_blocks, recompute_blocks
+from ezpz_llm.training.model.compile import compile_blocks
 from ezpz_llm.training.model.document_mask import mask_documents
 from ezpz_llm.training.model.init import decay_groups
 from ezpz_llm.training.model.loss import configure_head
+from ezpz_llm.training.model.recomputation import recompute_blocks
 from ezpz_llm.training.model.shared_compilation import SharedCompiler
 from ezpz_llm.training.observe import MetricsLog, StepTimeline, Tracking, WallClock
 from ezpz_llm.training.observe.history import rename_old_metrics

@@ -35,12 +35,12 @@ from ezpz_llm.training.evaluate.sampling import sample
 from ezpz_llm.training.evaluate.validation import validation_loss
 from ezpz_llm.training.layout.ds_defaults import uses_nvme
 from ezpz_llm.training.layout.resolve import Request, Resolved, resolve
-from ezpz_llm.training.model.compile import recompute_blocks
 from ezpz_llm.training.model.config import ModelConfig
 from ezpz_llm.training.model.document_mask import mask_documents
 from ezpz_llm.training.model.init import decay_groups
 from ezpz_llm.training.model.loss import configure_head
 from ezpz_llm.training.model.parameters import parameter_named, parameter_shapes
+from ezpz_llm.training.model.recomputation import recompute_blocks
 from ezpz_llm.verify.certify import one_process, recipe, verdict
 from ezpz_llm.verify.certify.local_launches import reference_file
 from ezpz_llm.verify.certify.one_process import (
