@@ -160,7 +160,7 @@ _NON_NEGATIVE = Range(0, 1e9)
 RANGES = {
     **dict.fromkeys(("steps", "decay_steps", "wsd_decay_steps", "keep_last", "bad_steps", "log_every"), _STEPS),
     **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "sample_tokens", "top_k", "keep_every",
-                     "hellaswag_every", "hellaswag_items", "trace_steps",
+                     "hellaswag_every", "hellaswag_items", "trace_steps", "recompute",
                      "loss_chunk"), _ZERO_OR_STEPS),
     "eval_tokens": Range(0, MAX_TOKENS), "save_every": Range(-1, MAX_STEPS),
     **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MAX_STEPS)),

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.core.base import MAX_STEPS, UserError, shorten_value, user_path
+from ezpz_llm.core.base import UserError, shorten_value, user_path
 from ezpz_llm.core.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.training.checkpoint import find
 from ezpz_llm.training.checkpoint.state import read_state
@@ -177,15 +177,14 @@ def _invalid(options: Options, name: str, instead: str) -> UserError:
 
 def _check_ranges(options: Options) -> None:
     for name, bounds in RANGES.items():
-        if (instead := bounds.beyond(getattr(options.config, name))) is not None:
+        value = getattr(options.config, name)
+        if value != "selective" and (instead := bounds.beyond(value)) is not None:
             raise _invalid(options, name, instead)
 
 
 def _check_numbers(options: Options) -> None:
     config, sources = options.config, options.sources
     _check_ranges(options)
-    if config.recompute != "selective" and not 0 <= config.recompute <= MAX_STEPS:
-        raise _invalid(options, "recompute", "selective, or a number, at least 0")
     for name in ("lr", "eps", "temperature"):
         if not getattr(config, name) > 0:
             raise _invalid(options, name, "more than 0")

@@ -249,7 +249,7 @@ def resume_warning(plan: RunPlan, step: int) -> str | None:
 def _is_usable(name: str, saved: Any) -> bool:
     """Return True if a recorded value has a usable type and, if the setting has a range, is in it. Other versions
     may record other values, or none."""
-    if name in RANGES:
+    if name in RANGES and (name, saved) != ("recompute", "selective"):
         return isinstance(saved, (int, float)) and RANGES[name].beyond(saved) is None
     return isinstance(saved, (int, float, str))
 
