@@ -11,6 +11,7 @@ layout, the others compile a small function.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import tempfile
 from contextlib import ExitStack, nullcontext
@@ -28,16 +29,17 @@ from ezpz_llm.training.layout.resolve import Request, resolve
 from ezpz_llm.training.model.compile import compile_blocks
 from ezpz_llm.training.model.config import get_model_config
 from ezpz_llm.training.model.init import decay_groups
-from ezpz_llm.training.model.shared_compilation import SharedCompiler, compiled_dir
+from ezpz_llm.training.model.shared_compilation import SharedCompiler, compiled_dir, shared_compiler
 
 LENGTH = 32
 
 
-def small_function(compiler: SharedCompiler, columns: int) -> float:
-    """Compile a function with a gradient, and return the sum of its gradient."""
+def small_function(compiler: SharedCompiler, columns: int, file: str) -> float:
+    """Compile a function of this source file with a gradient, and return the sum of its gradient."""
+    source: dict[str, Any] = {}
+    exec(compile("def function(value):\n    return (value.sin() * value).sum()", file, "exec"), source)
     x = torch.linspace(-1, 1, 3 * columns).reshape(3, columns).requires_grad_()
-    compiled = torch.compile(lambda value: (value.sin() * value).sum(), backend=compiler)
-    compiled(x).backward()
+    torch.compile(source["function"], backend=compiler)(x).backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, (x.cos() * x + x.sin()).detach())
     return float(x.grad.abs().sum())
@@ -60,11 +62,12 @@ def blocks(compiler: SharedCompiler, layout: str, dist: Dist) -> float:
     return float(loss)
 
 
-def start(node: ExitStack, dist: Dist, run: str) -> dict[str, Any]:
+def start(nodes: ExitStack, dist: Dist, run: str) -> dict[str, Any]:
     """Start as a new process would: nothing compiled in memory, another cache on the node."""
     torch._dynamo.reset()
-    local = all_gather(dist, node.enter_context(tempfile.TemporaryDirectory()))[0]
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = local
+    own_node = dist.rank >= 2 and run.startswith("two folders")
+    local = all_gather(dist, nodes.enter_context(tempfile.TemporaryDirectory()))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = local[2 * own_node]
     store = dist.optional.store
     assert store is not None
     kind, _, layout = run.partition("+")
@@ -73,13 +76,21 @@ def start(node: ExitStack, dist: Dist, run: str) -> dict[str, Any]:
         stack.enter_context(mock.patch.object(dist.optional, "store", PrefixStore(run, store)))
         if kind == "other torch":
             stack.enter_context(mock.patch.object(torch, "__version__", "2.99.0"))
-        if kind == "damaged" and dist.is_main:
-            for file in compiled_dir(dist.device).iterdir():
-                file.write_bytes(file.read_bytes()[:-100])
+        if kind == "no cache":
+            stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
+        if own_node:
+            other = os.environ["EZPZ_LLM_CACHE"] + " of another node"
+            stack.enter_context(mock.patch.dict(os.environ, EZPZ_LLM_CACHE=other))
+        if dist.is_main and kind in ("damaged", "invalid"):
+            for file in compiled_dir(dist.device).glob("[!.]*"):
+                entries = b"no entries of inductor"
+                file.write_bytes(file.read_bytes()[:-100] if kind == "damaged" else
+                                 hashlib.sha256(entries).digest() + entries)
         all_gather(dist, None)
-        compiler = SharedCompiler(dist)
+        compiler = shared_compiler()
+        compiler.start(dist)
         columns = 5 if kind == "other shape" else 4
-        value = blocks(compiler, layout, dist) if layout else small_function(compiler, columns)
+        value = blocks(compiler, layout, dist) if layout else small_function(compiler, columns, f"{kind}.py")
         all_gather(dist, None)
         compiled, loaded = compiler.counts()
     return {"compiled": compiled, "loaded": loaded, "value": sum(all_gather(dist, value))}

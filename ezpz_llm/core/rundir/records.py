@@ -169,7 +169,7 @@ class Memory(Struct, frozen=True):
 
 
 class CompiledGraphs(Struct, frozen=True):
-    """`graphs` of `startup`: graphs that ranks compiled, and that ranks loaded, summed over ranks."""
+    """`graphs` of `startup`: numbers of graphs compiled and loaded, summed over ranks."""
 
     compiled: Whole
     loaded: Whole

@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -194,9 +195,9 @@ def compile_times() -> dict[str, float]:
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """Compile a graph with inductor, and its backward pass at once, as far as this torch can.
+    """Compile a graph and its backward pass with inductor.
 
-    By default, torch compiles the backward pass when it first runs, outside of the call of a backend.
+    In a torch without `force_non_lazy_backward_lowering`, the backward pass is compiled when it first runs.
     """
     config, name = "torch._functorch.config", "force_non_lazy_backward_lowering"
     patch = find(config, "patch")
@@ -205,7 +206,20 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any
         return inductor(graph, inputs)
 
 
-def graphs_not_loaded() -> int:
-    """Return the number of graphs that inductor has compiled in this process because its cache had no entry."""
+def caches_graphs() -> bool:
+    """Return True if inductor caches compiled graphs, as it does unless the user turns its cache off."""
+    config = "torch._inductor.config"
+    return bool(find(config, "fx_graph_cache") and not find(config, "force_disable_caches"))
+
+
+def cache_lookups() -> tuple[int, int]:
+    """Return how many graphs inductor has found in its cache in this process, and how many it has compiled."""
     counts = find("torch._dynamo.utils", "counters")["inductor"]
-    return counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+
+
+def only_new_entries() -> AbstractContextManager[None]:
+    """Return a context in which torch.compiler.save_cache_artifacts() omits the entries of earlier graphs."""
+    manager = find("torch.compiler._cache", "CacheArtifactManager")
+    fresh: Callable[[], AbstractContextManager[None]] = getattr(manager, "with_fresh_cache", contextlib.nullcontext)
+    return fresh()

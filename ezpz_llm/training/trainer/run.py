@@ -36,7 +36,7 @@ from ezpz_llm.training.model.document_mask import mask_documents
 from ezpz_llm.training.model.init import decay_groups
 from ezpz_llm.training.model.loss import configure_head
 from ezpz_llm.training.model.recomputation import recompute_blocks
-from ezpz_llm.training.model.shared_compilation import SharedCompiler
+from ezpz_llm.training.model.shared_compilation import SharedCompiler, shared_compiler
 from ezpz_llm.training.observe import MetricsLog, StepTimeline, Tracking, WallClock
 from ezpz_llm.training.observe.history import rename_old_metrics
 from ezpz_llm.training.observe.trackers import parse_trackers
@@ -111,7 +111,10 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     work, flops = step_work(plan, dist)
     clock.passed("measuring the device")
     separator = document_separator(tokens, SEPARATOR_ADVICE) if config.mask_documents else None
-    compiler = SharedCompiler(dist) if config.compile else None
+    compiler = None
+    if config.compile:
+        compiler = shared_compiler()
+        compiler.start(dist)
     engine = make_engine(plan, dist, separator, compiler)
     clock.passed("engine")
     first_step, state = 0, None
