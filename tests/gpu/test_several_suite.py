@@ -33,6 +33,7 @@ def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(scaled(3600))
 def test_suite_passes_on_cpu_ranks(tmp_path: Path) -> None:
     code, sections = run(tmp_path, "--minutes", str(scaled(20)))
     assert code == 0, {name: section["found"] for name, section in sections.items()}
