@@ -35,7 +35,7 @@ def recommended_options(text: str) -> list[str]:
     ("gpt2-124m", 1, 40, "--micro-batch-size 1 --ds-config ddp --precision bf16"),
     ("gpt2-1558m", 8, 24, "--micro-batch-size 1 --ds-config zero1 --precision bf16"),
     ("gpt2-1558m", 8, 10, "--recompute selective --ds-config zero1 --precision bf16"),
-    ("gpt2-1558m", 8, 6, "--recompute 1 --ds-config zero3 --precision bf16"),
+    ("gpt2-1558m", 8, 6, "--recompute 1 --ds-config fsdp2 --precision bf16"),
     ("llama3-8b", 64, 80, "--recompute selective --ds-config zero1 --precision bf16"),
 ])
 def test_the_first_layout_that_fits_is_recommended_and_runs(model, world, memory, arguments, capsys):

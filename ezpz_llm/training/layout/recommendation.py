@@ -24,7 +24,9 @@ _USABLE = 0.85
 
 The rest is for buckets, gathered layers and fragmentation.
 """
-_STAGE_ORDER = (1, 2, 3, 0)
+_STAGES = (1, 2, 3, 0)
+_SHARDING_ORDER = (1, 2, "fsdp2", 3, 0)
+"""ZeRO stages in order of preference. fsdp2 shards as much as stage 3, which cannot be compiled."""
 _SHOWN = 16
 
 
@@ -81,7 +83,7 @@ def choices(model: ModelConfig, world_size: int, ranks_per_node: int | None) -> 
     """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     grids = [Layout(f"zero{stage}", "deepspeed", ZeroOptions(stage), tp, pp, sp)
-             for stage in _STAGE_ORDER for tp, pp, sp in product(sizes, repeat=3)
+             for stage in _STAGES for tp, pp, sp in product(sizes, repeat=3)
              if not world_size % (tp * pp * sp)]
     by_flags: dict[str, Choice] = {}
     for layout in (*shipped_layouts(), *grids):
@@ -96,10 +98,10 @@ def choices(model: ModelConfig, world_size: int, ranks_per_node: int | None) -> 
 
 
 def _order(layout: Layout) -> tuple[object, ...]:
-    stage = layout.zero.stage
+    sharding = "fsdp2" if layout.engine == "fsdp2" else layout.zero.stage
     offload = (layout.zero.offload_optimizer is not None) + 2 * (layout.zero.offload_param is not None)
-    place = _STAGE_ORDER.index(stage) if stage in _STAGE_ORDER else len(_STAGE_ORDER)
-    return offload, layout.sp, layout.pp, layout.tp, layout.engine != "deepspeed", bool(layout.zero.tiled), place
+    place = _SHARDING_ORDER.index(sharding) if sharding in _SHARDING_ORDER else len(_SHARDING_ORDER)
+    return offload, layout.sp, layout.pp, layout.tp, layout.engine == "ddp", bool(layout.zero.tiled), place
 
 
 def _device_bytes(cluster: Cluster, layout: Layout, setting: Setting, recipe: str) -> int | None:
