@@ -125,7 +125,8 @@ def _recommend(options: argparse.Namespace, model: ModelConfig, name: str, typed
     best = first_fit(layouts, settings, cluster)
     setting = best[1] if best else settings[-1]
     title = (f"{name} on {count_noun(options.world, 'rank')}, GB per device with micro-batches of "
-             f"{count_noun(setting.micro_batch, 'sequence')}" + " and recomputation" * bool(setting.recompute))
+             f"{count_noun(setting.micro_batch, 'sequence')}"
+             + (f" and --recompute {setting.recompute}" if setting.recompute else ""))
     color = sys.stdout.isatty()
     print_lines(choices_text(layouts, setting, cluster, title, rich=color), keeps_colors=color)
     print_lines(recommendation(best, cluster, to_typable(shlex.join(["launch", "python3", "-m", "ezpz_llm.train",

@@ -53,7 +53,7 @@ def test_smaller_micro_batches_come_before_recomputation_and_both_before_other_l
     text = printed(capsys, "--world", "8", "--model", "llama3-8b", "--memory", "80")
     assert " ".join(recommended_options(text)) == (
         "--model llama3-8b --micro-batch-size 1 --recompute selective --ds-config zero1 --precision bf16")
-    assert "with micro-batches of 1 sequence and recomputation" in text
+    assert "with micro-batches of 1 sequence and --recompute selective" in text
 
 
 def test_a_shape_of_options_or_of_a_config_json_is_recommended_with_its_options(tmp_path, capsys):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from allocations import allocated
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from ezpz_llm.core.base import UserError
 from ezpz_llm.training.dist.torch_internals import TorchDispatchMode
 from ezpz_llm.training.model.config import ModelConfig, Recompute, get_model_config
 from ezpz_llm.training.model.gpt import GPT, rotation_of
@@ -37,6 +39,10 @@ class Calls(TorchDispatchMode):  # type: ignore[misc,valid-type]  # it has no pu
 def make_model(config: ModelConfig, recompute: Recompute) -> GPT:
     model = GPT(config)
     init_weights(model, config, 3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     recompute_blocks(model, recompute)
     return model
 
@@ -80,7 +86,7 @@ def test_a_block_keeps_at_least_a_third_less(shape: str, most: float) -> None:
 def test_blocks_with_selective_recomputation_compile_to_one_graph() -> None:
     config = SHAPES["llama"]
     tokens = torch.randint(0, config.vocab_size, (2, 128))
-    losses = []
+    gradients = []
     kinds: tuple[Recompute, ...] = (0, "selective")
     for recompute in kinds:
         model = make_model(config, recompute)
@@ -88,9 +94,29 @@ def test_blocks_with_selective_recomputation_compile_to_one_graph() -> None:
         torch._dynamo.utils.counters.clear()
         for block in model.transformer["h"]:
             block.compile(backend="aot_eager")  # traces like any backend, but faster
-        loss = model(tokens, tokens)
-        loss.backward()
-        losses.append(loss.item())
+        model(tokens, tokens).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert not torch._dynamo.utils.counters["graph_break"]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-8)
+
+
+def test_a_replaced_linear_layer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's adds the bias in place to the output that is kept, so that it would be added twice."""
+    monkeypatch.setattr(functional, "linear", lambda x, weight, bias=None: x.matmul(weight.t()).add_(bias))
+    with pytest.raises(UserError, match="requires torch's linear layer"):
+        make_model(SHAPES["gpt2"], "selective")
+
+
+def test_all_products_are_kept_if_the_last_one_has_the_shape_of_another() -> None:
+    """Otherwise the other one would be computed again."""
+    config = get_model_config("tiny-gpt2", n_layer=1, n_embd=64, intermediate_size=64, n_head=1, head_dim=16,
+                              block_size=64)
+    tokens = torch.randint(0, config.vocab_size, (2, 64))
+    counts = []
+    kinds: tuple[Recompute, ...] = (0, "selective")
+    for recompute in kinds:
+        with FlopCounterMode(display=False) as flops:
+            make_model(config, recompute)(tokens, tokens).backward()
+        counts.append(flops.get_total_flops())
+    assert counts[0] == counts[1]

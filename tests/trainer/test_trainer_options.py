@@ -212,6 +212,12 @@ def test_compile_is_the_default_where_device_and_layout_allow_it(words, device, 
     assert str(plan.sources["compile"]).startswith(why)
 
 
+@pytest.mark.parametrize("layout", ["zero3", "tp2_zero3", "tiled", "zero3_offload_all"])
+def test_selective_recomputation_under_stage_3_is_rejected(layout):
+    with pytest.raises(UserError, match="does not support ZeRO stage 3"):
+        plan_run(parse(["--ds-config", layout, "--recompute", "selective"]), 2)
+
+
 @pytest.mark.parametrize(("words", "instead"), [
     ("--ds-config zero3", "--ds-config fsdp2"), ("--ds-config tp2_zero3", "--compile false"),
 ])

@@ -74,7 +74,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], set[st
     (("--loss-chunk", "20"), None, "nll_loss_forward"),
     (("--attention", "explicit"), "_safe_softmax", "_scaled_dot_product_flash_attention_for_cpu"),
     (("--optimizer", "adamw_unfused"), None, "_fused_adamw_"),
-    (("--recompute", "1"), None, None),
+    (("--recompute", "1"), None, None), (("--recompute", "selective"), None, None),
 ])
 def test_a_switch_changes_how_and_not_what(tmp_path, plain, words, has, has_not) -> None:
     losses, names = steps(tmp_path, *words)

@@ -79,7 +79,8 @@ _RULES = (
     _Rule("compile.deepcompile", _OFF, "--compile compiles the model's blocks"),
     _Rule("data_efficiency.enabled", _OFF, "the sample order depends only on the seed"),
     _Rule("pipeline.activation_checkpoint_interval", (0, 1, None),
-          "activations are recomputed by whole blocks; pass --recompute K for every K-th block"),
+          "activations are recomputed by whole blocks; pass --recompute K for every K-th block, or "
+          "--recompute selective"),
     *(_Rule(f"activation_checkpointing.{key}", _OFF, "recomputed blocks keep their whole input on the device")
       for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
                   "synchronize_checkpoint_boundary", "profile")),

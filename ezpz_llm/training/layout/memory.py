@@ -228,7 +228,7 @@ def product_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
     queries, kv, width = model.q_width, model.kv_width, model.n_embd
     inside = model.intermediate_size * (2 if model.mlp == "swiglu" else 1)
     elements = (queries + 2 * kv + inside) / tp + width * (2 if model.norm_order == "after" else 1)
-    if model.dropout:  # see recomputation.py
+    if model.dropout or work.score_bytes:  # attention is recomputed, see recomputation.py
         return _itemsize(work.precision) * elements
     sums = 0 if work.blockwise else 4 * model.n_head / tp
     return _itemsize(work.precision) * (elements + queries / tp) + sums

@@ -67,7 +67,7 @@ class Cluster:
         return _USABLE * self.memory
 
     def bytes(self, layout: Layout, setting: Setting) -> dict[str, int | None]:
-        """Return bytes on the device by recipe; None for unsupported recipes."""
+        """Return bytes on the device by recipe; None if the layout does not support recipe and setting."""
         return {name: _device_bytes(self, layout, setting, name) for name in RECIPES}
 
     def recipe(self, layout: Layout, setting: Setting) -> str | None:
@@ -108,6 +108,8 @@ def _device_bytes(cluster: Cluster, layout: Layout, setting: Setting, recipe: st
     try:
         check_engine(recipe, layout, "--precision")
     except UserError:
+        return None
+    if setting.recompute == "selective" and layout.zero.stage == 3:
         return None
     model = cluster.model
     tokens, columns = setting.micro_batch * model.block_size // layout.sp, model.padded_vocab_size // layout.tp

@@ -1,20 +1,23 @@
 """Activation checkpointing of blocks: whole, or everything except the outputs of matmuls and attention.
 
-Whole blocks: Chen et al. 2016, arXiv:1604.06174. Selective: the choice of Korthikanti et al. 2022,
-arXiv:2205.05198, reversed, because fused attention keeps no scores: norms, activations, rotations, and casts are
-recomputed.
+Whole blocks: Chen et al. 2016, arXiv:1604.06174. Selective: Korthikanti et al. 2022, arXiv:2205.05198, recompute
+attention and keep the rest. Fused attention keeps no scores, so here attention is kept, and norms, activations,
+rotations, and casts are recomputed.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ezpz_llm.core.base import UserError
 from ezpz_llm.training.model.blockwise_attention import BLOCKWISE_OPERATOR
 from ezpz_llm.training.model.config import Recompute
 
@@ -33,29 +36,43 @@ def recompute_blocks(model: nn.Module, recompute: Recompute) -> None:
     Args:
         model: a GPT or a stage of one. Blocks are counted from the first block of the whole model.
         recompute: whole blocks, every `recompute`-th one (0: none), or "selective": all blocks, but not the outputs
-            of matmuls and attention.
+            of matmuls and attention. Not for ZeRO stage 3, whose linear layers change these outputs.
+
+    Raises:
+        UserError: selective recomputation after DeepSpeed has replaced torch's linear layer in this process.
     """
-    selects: dict[str, Any] | None = None
-    for number, block in model.transformer["h"].named_children():
-        if recompute == "selective":
-            # One object for all blocks, which then share one compiled graph.
-            selects = selects or {"context_fn": partial(create_selective_checkpoint_contexts, _policy(block))}
-            block.checkpointing = selects
-        elif recompute and (int(number) + 1) % recompute == 0:
-            block.checkpointing = {}
+    blocks = model.transformer["h"]
+    if recompute == "selective":
+        if not inspect.isbuiltin(functional.linear):
+            raise UserError("selective recomputation requires torch's linear layer, which DeepSpeed has replaced "
+                            "in this process", instead="a new process, or --recompute 1")
+        # One object for all blocks, which then share one compiled graph.
+        selected = {"context_fn": _selection(next(iter(blocks)))}
+        for block in blocks:
+            block.checkpointing = selected
+    elif recompute:
+        for number, block in blocks.named_children():
+            if (int(number) + 1) % recompute == 0:
+                block.checkpointing = {}
 
 
-def _policy(block: nn.Module) -> Callable[..., CheckpointPolicy]:
-    """Return the policy of selective recomputation for blocks of this shape.
+def _selection(block: nn.Module) -> Callable[..., Any]:
+    """Return the function that selects what is kept, for blocks of this shape.
 
     With dropout, attention is recomputed: if its output were kept, it would not draw its random numbers again, and
     later dropout masks would differ.
     """
     attention = frozenset[Any]() if block.attn.drop.p else _overloads(_ATTENTION) | {BLOCKWISE_OPERATOR}
-    last = block.mlp.c_proj.weight.shape
-    # Nothing needs the last product of a block, unless a norm follows.
-    unneeded = None if block.norms_after or block.attn.c_proj.weight.shape == last else last[::-1]
-    return partial(_keep, _overloads(_PRODUCTS), attention, unneeded)
+    last = block.mlp.c_proj
+    shapes = [layer.weight.shape for layer in block.modules()
+              if isinstance(layer, nn.Linear) and layer is not last]
+    # Nothing needs the last product of a block, unless a norm follows. Its shape tells it from the others.
+    unneeded = None if block.norms_after or last.weight.shape in shapes else last.weight.shape[::-1]
+    policy = partial(_keep, _overloads(_PRODUCTS), attention, unneeded)
+    selection: Any = partial(create_selective_checkpoint_contexts, policy)
+    # torch caches compiled code only if it knows which policy it was compiled with.
+    selection.cache_hash = f"ezpz_llm 1 {bool(attention)} {unneeded}"
+    return selection
 
 
 def _overloads(names: tuple[str, ...]) -> frozenset[Any]:

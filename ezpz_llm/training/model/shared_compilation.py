@@ -212,6 +212,9 @@ def _graph_name(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> str:
     for kind in sorted({value.device.type for value in inputs if isinstance(value, torch.Tensor)}):
         if torch.amp.is_autocast_available(kind):
             modes += [kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)]
+    # The graph does not show what selective recomputation keeps.
+    modes += [getattr(part.meta.get("_checkpoint_context_fn"), "cache_hash", "") for part in graph.modules()
+              if isinstance(part, torch.fx.GraphModule)]
     text = "\n".join([*code, *map(_describe, inputs), *map(str, modes)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

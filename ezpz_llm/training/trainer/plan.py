@@ -103,6 +103,10 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     compiles, compile_source = choose_compile(config.compile, options.sources["compile"], device or config.device,
                                               resolved.layout, model.dropout)
     options = options.set(compile_source, compile=compiles)
+    if config.recompute == "selective" and resolved.layout.zero.stage == 3:
+        raise UserError("selective recomputation does not support ZeRO stage 3, whose linear layers change the "
+                        "outputs that it keeps", where=f"--recompute ({options.sources['recompute']})",
+                        instead="--ds-config fsdp2, or --recompute 1")
     run_config = RunConfig(**vars(options.config))
     check_schedule(run_config, options)
     return RunPlan(run_config, options.sources, model, resolved, init_weights_source, options.verbose)
