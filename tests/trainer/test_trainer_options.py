@@ -212,7 +212,7 @@ def test_compile_is_the_default_where_device_and_layout_allow_it(words, device, 
     assert str(plan.sources["compile"]).startswith(why)
 
 
-@pytest.mark.parametrize("layout", ["zero3", "tp2_zero3", "tiled", "zero3_offload_all"])
+@pytest.mark.parametrize("layout", ["zero3", "tp2_zero3", "tiled"])
 def test_selective_recomputation_under_stage_3_is_rejected(layout):
     with pytest.raises(UserError, match="does not support ZeRO stage 3"):
         plan_run(parse(["--ds-config", layout, "--recompute", "selective"]), 2)
