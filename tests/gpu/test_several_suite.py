@@ -50,6 +50,12 @@ def test_planted_fault_is_found(tmp_path: Path, fault: str, section: str, text: 
     assert any(text in line for line in sections[section]["found"]), sections[section]["found"]
 
 
+@pytest.mark.full
+def test_collectives_pass_with_gloo_for_device_tensors(tmp_path: Path) -> None:
+    code, sections = run(tmp_path, "--only", "collectives", "--gloo")
+    assert code == 0, sections["collectives"]["found"]
+
+
 def test_page_has_a_row_for_each_file() -> None:
     program = ("import json, sys; sys.path.insert(0, sys.argv[1])\n"
                "import suite; print(suite.page([json.loads(sys.argv[2])]))")

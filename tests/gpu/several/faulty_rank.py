@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from running import run_program
 
 
 def _is_last() -> bool:
@@ -94,9 +94,4 @@ FAULTS = {name.__name__: name for name in (wrong_values, skipped_collective, sta
 
 if __name__ == "__main__":
     FAULTS[sys.argv[1]]()
-    if sys.argv[2] == "-m":
-        sys.argv = sys.argv[3:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = sys.argv[2:]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    run_program(sys.argv[2:])

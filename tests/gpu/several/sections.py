@@ -33,6 +33,7 @@ class Setting:
     Attributes:
         folder: folder for run directories, removed at the end.
         shares_device: True if there are fewer devices than ranks.
+        uses_gloo: True if ranks use gloo for device tensors, because NCCL refuses ranks that share a GPU.
         plant: name of a fault that the ranks plant (faulty_rank.py), or None.
         deadline: end of the time, on the monotonic clock.
         device_gb: memory of a device in GB.
@@ -42,6 +43,7 @@ class Setting:
     device: str
     folder: Path
     shares_device: bool = False
+    uses_gloo: bool = False
     plant: str | None = None
     deadline: float = float("inf")
     device_gb: float = 0.0
@@ -69,6 +71,8 @@ class Setting:
         wrap = ["--wrap", f"{sys.executable} {_HERE / 'sharing_rank.py'}"] if self.shares_device else []
         if self.plant is not None:
             program = [str(_HERE / "faulty_rank.py"), self.plant, *program]
+        if self.uses_gloo:
+            program = [str(_HERE / "gloo_rank.py"), *program]
         return [sys.executable, "-m", "ezpz_llm.launch", "-n", str(self.ranks), "--run-dir",
                 str(self.folder / name), *wrap, *options, sys.executable, *program]
 
@@ -104,6 +108,11 @@ def _problems(done: subprocess.CompletedProcess[str], what: str) -> list[str]:
     starts = [number for number, line in enumerate(lines) if line.startswith(("launch: ", "error: "))]
     text = " ".join(line.strip() for line in lines[starts[-1]:][:2]) if starts else done.stderr[-300:]
     return [f"{what}: exit code {done.returncode}: {text}"]
+
+
+def sharing_works(setting: Setting) -> bool:
+    """Return True if the ranks can sum a tensor on the device that they share."""
+    return setting.run("sharing", (str(_HERE / "summing_rank.py"), setting.device)).returncode == 0
 
 
 def collectives(setting: Setting) -> dict[str, Any]:

@@ -6,7 +6,8 @@
     python3 tests/gpu/several/suite.py --page                 # list the files in benchmarks/results/machines/
 
 Takes up to 20 minutes. The file is rewritten after each section, so that an interrupted run leaves its results.
-Exits with 1 if a section failed. Ranks that share a GPU use NCCL over sockets: their values count, not their speed.
+Exits with 1 if a section failed. Ranks that share a GPU use NCCL over sockets, or gloo if NCCL refuses (or with
+--gloo): their values count, not their speed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from faulty_rank import FAULTS
-from sections import SECTIONS, Setting
+from sections import SECTIONS, Setting, sharing_works
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINES = ROOT / "benchmarks" / "results" / "machines"
@@ -47,11 +49,14 @@ def main() -> int:
     device = options.device or kind
     with tempfile.TemporaryDirectory(prefix="several-") as folder:
         setting = Setting(options.ranks, device, Path(folder), shares_device=0 < count < options.ranks
-                          and device != "cpu", plant=options.plant, device_gb=memory)
+                          and device != "cpu", uses_gloo=options.gloo, plant=options.plant, device_gb=memory)
+        deadline = time.monotonic() + 60 * options.minutes
+        if setting.shares_device and not setting.uses_gloo:
+            setting = replace(setting, uses_gloo=not sharing_works(setting.until(deadline)))
         result: dict[str, Any] = {
             "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}", "commit": _commit(),
-            "ranks": options.ranks, "device": device, "devices": count, "sections": {}}
-        deadline = time.monotonic() + 60 * options.minutes
+            "ranks": options.ranks, "device": device, "devices": count, "gloo": setting.uses_gloo,
+            "sections": {}}
         for name, section in SECTIONS.items():
             if options.only and name not in options.only.split(","):
                 continue
@@ -70,6 +75,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, metavar="M")
     parser.add_argument("--only", metavar="NAME,…", help=", ".join(SECTIONS))
     parser.add_argument("--plant", metavar="FAULT", help="plant a fault (faulty_rank.py), which must be found")
+    parser.add_argument("--gloo", action="store_true", help="use gloo for collectives of device tensors")
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
     if unknown := set((options.only or "").split(",")) - {*SECTIONS, ""}:
